@@ -67,6 +67,16 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
     response: _Response | None = None
     error: Any = None
+    type: Any = None
+    delta: Any = None
+    stop_reason: Any = None
+
+    @property
+    def is_aborted(self) -> bool:
+        """Return whether a choice, or an answer of Messages, ends because the engine pauses, sleeps or stops."""
+        delta = self.delta if self.type == "message_delta" and isinstance(self.delta, dict) else {}
+        is_cut = delta.get("stop_reason", "") is None or (self.type == "message" and self.stop_reason is None)
+        return is_cut or "abort" in [choice.finish_reason for choice in self.choices]
 
 
 class _Sampling(msgspec.Struct):
@@ -203,13 +213,14 @@ def part_of(data: bytes) -> EnginePart:
     """Read what the worker itself needs of an event. Raises EngineLostError, EngineRefusedError for an error."""
     try:
         answer = _decode_answer(data)
-    except msgspec.MsgspecError as error:
-        raise EngineLostError(f"an event of another form: {error}") from error
-    if answer.error is not None:
-        code = answer.error.get("code") if isinstance(answer.error, dict) else None
+    except msgspec.MsgspecError as mismatch:
+        raise EngineLostError(f"an event of another form: {mismatch}") from mismatch
+    error = "it was aborted" if answer.is_aborted else answer.error
+    if error is not None:
+        code = error.get("code") if isinstance(error, dict) else None
         if isinstance(code, int) and 400 <= code < 500:
-            raise refusal_of(code, answer.error)
-        raise EngineLostError(f"the engine failed the request: {refusal_of(500, answer.error).message:.1000}")
+            raise refusal_of(code, error)
+        raise EngineLostError(f"the engine failed the request: {refusal_of(500, error).message:.1000}")
     usage = answer.usage or (None if answer.response is None else answer.response.usage)
     return EnginePart(
         data,

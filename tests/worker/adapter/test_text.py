@@ -98,6 +98,22 @@ async def test_streams_without_done_end_with_their_last_event(server: ScriptedHt
         await parts_of(api, asking(MESSAGES))
 
 
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        (CHAT, delta("", [], reason="abort")),
+        (COMPLETIONS, {"choices": [{"index": 1, "text": "a", "finish_reason": "abort"}]}),
+        (MESSAGES, {"type": "message_delta", "delta": {"stop_reason": None}, "usage": {"output_tokens": 3}}),
+        (MESSAGES, {"type": "message", "content": []}),
+    ],
+)
+async def test_an_aborted_answer_is_no_end(path: str, event: Any, server: ScriptedHttp, api: VllmApi) -> None:
+    """vLLM aborts its requests when it is paused, sent to sleep or stopped: another engine can go on with them."""
+    server.answers[f"POST {path}"] = sse(event)
+    with pytest.raises(EngineLostError, match="aborted"):
+        await parts_of(api, asking(path))
+
+
 async def test_only_apis_that_render_are_offered(server: ScriptedHttp, api: VllmApi) -> None:
     missing = JSONResponse({"error": {"message": "field required"}}, status_code=400)
     for path in (CHAT, f"{CHAT}/render", COMPLETIONS, f"{MESSAGES}/render"):
