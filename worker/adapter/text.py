@@ -245,10 +245,10 @@ def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_
     body["cache_salt"] = request.root.hex()
     if call.path != MESSAGES:
         body |= {"request_id": request_id, "priority": request.priority}
-    echoes = bytes(body.get("echo", b"")) == b"true"
+    echoes, shows_prompt = (bytes(body.get(name, b"")) == b"true" for name in ("echo", "return_prompt_text"))
     output_ids = request.choices[0].output_ids
     prompt_ids = [*request.prompt_ids, *output_ids]
-    if call.path in (CHAT, MESSAGES) and not request.media:  # with images, vLLM renders again
+    if call.path in (CHAT, MESSAGES) and not (request.media or shows_prompt):  # for these, vLLM renders again
         body["kv_transfer_params"] = {"prompt_token_ids": prompt_ids}
     elif call.path == COMPLETIONS and not echoes:
         body["prompt"] = prompt_ids

@@ -91,7 +91,7 @@ _NOT_SENT: Final = {
 """Why some fields are not sent on; all others of `SENT_FIELDS` are not known to be safe."""
 _STATEFUL: Final = (
     *("stop", "structured_outputs", "response_format", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "use_beam_search"),
+    *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "return_prompt_text"),
 )
 """Fields with which the tokens so far are not enough to continue an answer."""
 _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0"})

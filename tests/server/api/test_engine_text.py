@@ -129,7 +129,9 @@ async def test_reasoning_and_calls_end_with_an_error(engines: list[EngineWorker]
     assert engines[1].received == []
 
 
-@pytest.mark.parametrize("fields", [{"n": 2}, {"stop": "."}, {"presence_penalty": 1}, {"logprobs": True}])
+@pytest.mark.parametrize(
+    "fields", [{"n": 2}, {"stop": "."}, {"presence_penalty": 1}, {"logprobs": True}, {"return_prompt_text": True}]
+)
 async def test_what_depends_on_the_output_is_not_resumed(engines: list[EngineWorker], fields: dict[str, Any]) -> None:
     engines[0].dies_after = 2
     _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True, **fields))

@@ -84,6 +84,14 @@ async def test_an_echo_has_its_text(server: ScriptedHttp, api: VllmApi) -> None:
     assert "return_token_ids" not in server.bodies[-1]
 
 
+async def test_a_prompt_that_is_shown_has_its_text(server: ScriptedHttp, api: VllmApi) -> None:
+    """vLLM has no text of a prompt of ids."""
+    server.answers[f"POST {CHAT}"] = sse(delta("a", [5]))
+    for shows, has_ids in ((True, False), (False, True), (None, True)):
+        await parts_of(api, asking(messages=[], return_prompt_text=shows))
+        assert ("kv_transfer_params" in server.bodies[-1]) is has_ids
+
+
 async def test_streams_without_done_end_with_their_last_event(server: ScriptedHttp, api: VllmApi) -> None:
     usage = {"input_tokens": 8, "output_tokens": 1, "cache_read_input_tokens": 32}
     server.answers[f"POST {MESSAGES}"] = sse(
