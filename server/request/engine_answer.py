@@ -112,7 +112,7 @@ class EngineAnswer:
             self._pending.append(self._pooled(fields) if self._request.call.pools else self._named(data, fields))
             return
         request, choices = self._request, _choices_of(fields["choices"])
-        fields |= {name: value for name, value in request.head.items() if name in fields}
+        fields = self._with_head(fields)
         if not request.shows_ids and "prompt_token_ids" in fields:
             fields["prompt_token_ids"] = _NULL
         self._count(fields)
@@ -132,22 +132,24 @@ class EngineAnswer:
             self._pending.append(_encode(fields))
 
     def _named(self, data: bytes, fields: dict[str, Raw]) -> bytes:
-        """Return an event or an answer of another API with the client's name of the model."""
-        name = self._request.head["model"]
+        """Return an event or an answer of another API with its id and the client's name of the model."""
         if "model" in fields:
-            return _encode(fields | {"model": name})
+            return _encode(self._with_head(fields))
         for part in ("message", "response"):
             inner = _fields_of(fields[part]) if bytes(fields.get(part, b""))[:1] == b"{" else {}
             if "model" in inner:
-                return _encode(fields | {part: Raw(_encode(inner | {"model": name}))})
+                return _encode(fields | {part: Raw(_encode(self._with_head(inner)))})
         return data
+
+    def _with_head(self, fields: dict[str, Raw]) -> dict[str, Raw]:
+        return fields | {name: value for name, value in self._request.head.items() if name in fields}
 
     def _pooled(self, fields: dict[str, Raw]) -> bytes:
         """Return an answer without text, and count its prompts."""
         usage = _value_of(fields.get("usage", _NULL))
         if isinstance(usage, dict) and isinstance(num_tokens := usage.get("prompt_tokens"), int):
             self.num_pooled_tokens = num_tokens
-        return _encode(fields | {name: value for name, value in self._request.head.items() if name in fields})
+        return _encode(self._with_head(fields))
 
     def _keep(self, choice: dict[str, Raw], num_ids: int) -> bool:
         """Take out what was not asked for. Return False for a choice that is then empty."""
