@@ -196,6 +196,8 @@ class EngineAnswer:
         if self._num_resumed:
             usage["prompt_tokens"] -= self._num_resumed
             usage["completion_tokens"] += self._num_resumed
+            if details := usage.get("prompt_tokens_details"):
+                details["cached_tokens"] = min(details.get("cached_tokens") or 0, usage["prompt_tokens"])
             fields["usage"] = Raw(_encode(usage))
         num_tokens = usage.get("completion_tokens", usage.get("output_tokens"))
         self.num_output_tokens = num_tokens if isinstance(num_tokens, int) else 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 
+from server.request.choice import Choice
 from server.request.engine_answer import EngineAnswer
 from server.request.engine_text_request import EngineTextRequest
 from tests.server.gateway_app import gateway
@@ -62,6 +65,25 @@ async def test_a_worker_that_cannot_take_it_now_is_no_lost_worker(make: MakeWork
             assert status == (429 if code == "queue_full" else 503), raw
 
 
+def engine_answer() -> EngineAnswer:
+    call, head = EngineCall("/v1/chat/completions", b"", streams=True), {"model": msgspec.Raw(b'"m"')}
+    return EngineAnswer(
+        EngineTextRequest(call=call, head=head, shows_usage=True, has_usage=True, shows_ids=False, is_resumable=True)
+    )
+
+
+def test_a_resumed_prompt_is_never_more_cached_than_long() -> None:
+    """The same engine may go on, after a connection was lost: it then has the output so far."""
+    answer, choice = engine_answer(), cast("Choice", SimpleNamespace(output_ids=[1] * 20))
+    answer.take(json.dumps({"choices": [{"delta": {"content": "a"}}]}).encode(), 20)
+    answer.restart([choice], client_has_output=True)
+    usage = {"prompt_tokens": 60, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 48}}
+    answer.take(json.dumps({"choices": [], "usage": usage}).encode(), 25)
+    last = json.loads(answer.take_deltas()[-1].event)["usage"]
+    assert (last["prompt_tokens"], last["completion_tokens"]) == (40, 25)
+    assert last["prompt_tokens_details"] == {"cached_tokens": 40}
+
+
 @pytest.mark.parametrize(
     ("begin", "part"),
     [
@@ -73,12 +95,7 @@ async def test_a_worker_that_cannot_take_it_now_is_no_lost_worker(make: MakeWork
 )
 def test_a_cut_stream_without_ids_counts_its_events(begin: dict[str, object], part: dict[str, object]) -> None:
     """A client could leave before the usage and pay nothing."""
-    call = EngineCall("/v1/chat/completions", b"", streams=True)
-    head = {"model": msgspec.Raw(b'"m"')}
-    asked = EngineTextRequest(
-        call=call, head=head, shows_usage=False, has_usage=False, shows_ids=False, is_resumable=False
-    )
-    answer = EngineAnswer(asked)
+    answer = engine_answer()
     for event in (begin, part, part):
         answer.take(json.dumps(event).encode(), 0)
     assert answer.num_output_tokens == 2
