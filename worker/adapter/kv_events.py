@@ -34,7 +34,7 @@ class BlockStored(Struct, frozen=True, tag=True):
     parent_block_hash: EngineHash | None = None
     token_ids: tuple[_TokenId, ...] = ()
     """`block_size` tokens of each block, in order."""
-    block_size: Annotated[int, Meta(ge=0)] = 1  # 0 only below the GPU, where vLLM may not know it
+    block_size: Annotated[int, Meta(ge=0)] = 1  # 0 only below the GPU, where vLLM may give none
     medium: str | None = None
     """Where the blocks are stored; None means the GPU."""
     lora_name: str | None = None
