@@ -75,7 +75,7 @@ class EngineAnswer:
         self._num_shown_ids = 0
         """Output tokens whose text is in events."""
         self.num_output_tokens = 0
-        """Those that the engine has counted at its end."""
+        """Those that the engine has counted at its end. Before that, the events with output, if it gives no ids."""
         self.num_pooled_tokens = 0
         """Prompt tokens of an answer without text, as the engine has counted them."""
 
@@ -107,11 +107,12 @@ class EngineAnswer:
         fields = _fields_of(data)
         if "choices" not in fields:
             self._is_plain = False
+            self.num_output_tokens += "delta" in fields
             self._count(fields)
             self._pending.append(self._pooled(fields) if self._request.call.pools else self._named(data, fields))
             return
         request, choices = self._request, _choices_of(fields["choices"])
-        fields |= {name: value for name, value in request.head.items() if name in fields}
+        fields = self._with_head(fields)
         if not request.shows_ids and "prompt_token_ids" in fields:
             fields["prompt_token_ids"] = _NULL
         self._count(fields)
@@ -131,22 +132,24 @@ class EngineAnswer:
             self._pending.append(_encode(fields))
 
     def _named(self, data: bytes, fields: dict[str, Raw]) -> bytes:
-        """Return an event or an answer of another API with the client's name of the model."""
-        name = self._request.head["model"]
+        """Return an event or an answer of another API with its id and the client's name of the model."""
         if "model" in fields:
-            return _encode(fields | {"model": name})
+            return _encode(self._with_head(fields))
         for part in ("message", "response"):
             inner = _fields_of(fields[part]) if bytes(fields.get(part, b""))[:1] == b"{" else {}
             if "model" in inner:
-                return _encode(fields | {part: Raw(_encode(inner | {"model": name}))})
+                return _encode(fields | {part: Raw(_encode(self._with_head(inner)))})
         return data
+
+    def _with_head(self, fields: dict[str, Raw]) -> dict[str, Raw]:
+        return fields | {name: value for name, value in self._request.head.items() if name in fields}
 
     def _pooled(self, fields: dict[str, Raw]) -> bytes:
         """Return an answer without text, and count its prompts."""
         usage = _value_of(fields.get("usage", _NULL))
         if isinstance(usage, dict) and isinstance(num_tokens := usage.get("prompt_tokens"), int):
             self.num_pooled_tokens = num_tokens
-        return _encode(fields | {name: value for name, value in self._request.head.items() if name in fields})
+        return _encode(self._with_head(fields))
 
     def _keep(self, choice: dict[str, Raw], num_ids: int) -> bool:
         """Take out what was not asked for. Return False for a choice that is then empty."""
@@ -167,6 +170,7 @@ class EngineAnswer:
                     return False
                 choice["delta"] = Raw(_encode(delta))
         self._is_plain &= all(name in _PLAIN or value is None for name, value in delta.items())
+        self.num_output_tokens += not num_ids and any(value for name, value in delta.items() if name != "role")
         if delta.get("content"):
             self._is_plain &= num_ids > 0  # an engine may give no ids of a stream
             self._num_shown_ids = num_ids
@@ -192,6 +196,8 @@ class EngineAnswer:
         if self._num_resumed:
             usage["prompt_tokens"] -= self._num_resumed
             usage["completion_tokens"] += self._num_resumed
+            if details := usage.get("prompt_tokens_details"):
+                details["cached_tokens"] = min(details.get("cached_tokens") or 0, usage["prompt_tokens"])
             fields["usage"] = Raw(_encode(usage))
         num_tokens = usage.get("completion_tokens", usage.get("output_tokens"))
         self.num_output_tokens = num_tokens if isinstance(num_tokens, int) else 0

@@ -16,7 +16,7 @@ MEDIA: Final = frozenset(
     {
         *("image", "image_url", "input_image", "image_pil", "image_embeds", "computer_screenshot"),
         *("audio", "audio_url", "input_audio", "audio_embeds", "video", "video_url", "input_video"),
-        *("file", "input_file", "document", "container_upload", "prompt_embeds"),
+        *("video_embeds", "file", "input_file", "document", "container_upload", "prompt_embeds"),
     }
 )
 """Types of parts that hold media, and keys of parts without a type."""

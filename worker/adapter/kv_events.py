@@ -34,7 +34,7 @@ class BlockStored(Struct, frozen=True, tag=True):
     parent_block_hash: EngineHash | None = None
     token_ids: tuple[_TokenId, ...] = ()
     """`block_size` tokens of each block, in order."""
-    block_size: Annotated[int, Meta(ge=1)] = 1
+    block_size: Annotated[int, Meta(ge=0)] = 1  # 0 only below the GPU, where vLLM may give none
     medium: str | None = None
     """Where the blocks are stored; None means the GPU."""
     lora_name: str | None = None
@@ -48,6 +48,10 @@ class BlockStored(Struct, frozen=True, tag=True):
     """The salt of all these blocks (SGLang)."""
     is_bigram: bool = False
     """Each token was sent as a pair with the next one: a hit needs the next token, too (SGLang with EAGLE)."""
+
+    def __post_init__(self) -> None:
+        if not self.block_size and self.medium in (None, GPU):
+            raise ValueError("block_size: 0")
 
 
 class BlockRemoved(Struct, frozen=True, tag=True):

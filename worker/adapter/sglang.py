@@ -55,18 +55,9 @@ _SENT: Final = frozenset(
 """Fields of SGLang 0.5.23. Others may address adapters, ranks, caches, other hosts or code."""
 _NOT_SENT: Final = frozenset(
     {
-        *(
-            "cache_control",
-            "cache_salt",
-            "metadata",
-            "modalities",
-            "model",
-            "prediction",
-            "priority",
-            "prompt_cache_key",
-        ),
-        *("prompt_cache_options", "prompt_cache_retention", "return_token_ids", "safety_identifier", "service_tier"),
-        *("store", "verbosity"),
+        *("cache_control", "cache_salt", "metadata", "modalities", "model", "prediction", "priority"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "return_token_ids"),
+        *("safety_identifier", "service_tier", "store", "verbosity"),
     }
 )
 """Hints that are dropped. A `model` with a colon would name an adapter; SGLang's priorities have the opposite order."""

@@ -32,7 +32,7 @@ _CLOSING_S: Final = 0.05
 _IMAGES: Final = frozenset({"image", "vision_chunk"})
 """vLLM's names for them."""
 _ABSENT: Final = frozenset({404, 405, 501})
-_SHORTENS_PROMPT: Final = ("truncate_prompt_tokens", "truncation_side")
+_CHANGES_PROMPT: Final = ("suffix", "truncate_prompt_tokens", "truncation_side")
 LENGTHS: Final = {CHAT: ("max_completion_tokens", "max_tokens"), COMPLETIONS: ("max_tokens",)}
 
 
@@ -67,6 +67,16 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
     response: _Response | None = None
     error: Any = None
+    type: Any = None
+    delta: Any = None
+    stop_reason: Any = None
+
+    @property
+    def is_aborted(self) -> bool:
+        """Return whether a choice, or an answer of Messages, ends because the engine pauses, sleeps or stops."""
+        delta = self.delta if self.type == "message_delta" and isinstance(self.delta, dict) else {}
+        is_cut = delta.get("stop_reason", "") is None or (self.type == "message" and self.stop_reason is None)
+        return is_cut or "abort" in [choice.finish_reason for choice in self.choices]
 
 
 class _Sampling(msgspec.Struct):
@@ -203,13 +213,14 @@ def part_of(data: bytes) -> EnginePart:
     """Read what the worker itself needs of an event. Raises EngineLostError, EngineRefusedError for an error."""
     try:
         answer = _decode_answer(data)
-    except msgspec.MsgspecError as error:
-        raise EngineLostError(f"an event of another form: {error}") from error
-    if answer.error is not None:
-        code = answer.error.get("code") if isinstance(answer.error, dict) else None
+    except msgspec.MsgspecError as mismatch:
+        raise EngineLostError(f"an event of another form: {mismatch}") from mismatch
+    error = "it was aborted" if answer.is_aborted else answer.error
+    if error is not None:
+        code = error.get("code") if isinstance(error, dict) else None
         if isinstance(code, int) and 400 <= code < 500:
-            raise refusal_of(code, answer.error)
-        raise EngineLostError(f"the engine failed the request: {refusal_of(500, answer.error).message:.1000}")
+            raise refusal_of(code, error)
+        raise EngineLostError(f"the engine failed the request: {refusal_of(500, error).message:.1000}")
     usage = answer.usage or (None if answer.response is None else answer.response.usage)
     return EnginePart(
         data,
@@ -234,14 +245,14 @@ def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_
     body["cache_salt"] = request.root.hex()
     if call.path != MESSAGES:
         body |= {"request_id": request_id, "priority": request.priority}
-    echoes = bytes(body.get("echo", b"")) == b"true"
+    echoes, shows_prompt = (bytes(body.get(name, b"")) == b"true" for name in ("echo", "return_prompt_text"))
     output_ids = request.choices[0].output_ids
     prompt_ids = [*request.prompt_ids, *output_ids]
-    if call.path in (CHAT, MESSAGES) and not request.media:  # with images, vLLM renders again
+    if call.path in (CHAT, MESSAGES) and not (request.media or shows_prompt):  # for these, vLLM renders again
         body["kv_transfer_params"] = {"prompt_token_ids": prompt_ids}
     elif call.path == COMPLETIONS and not echoes:
         body["prompt"] = prompt_ids
-        for name in _SHORTENS_PROMPT:  # /render has applied them, and the output so far must stay
+        for name in _CHANGES_PROMPT:  # /render has applied them, and the output so far must stay
             body.pop(name, None)
     if call.path in LENGTHS and not echoes:  # an echo of ids has no text
         body["return_token_ids"] = True

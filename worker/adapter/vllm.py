@@ -13,7 +13,7 @@ import msgspec
 
 from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.http import understood
-from worker.adapter.text import COMPLETIONS, TextServer, cached_tokens
+from worker.adapter.text import COMPLETIONS, RESPONSES, TextServer, cached_tokens
 from worker.wire import SamplingDefaults, SamplingParams
 
 _SLOW_TIMEOUT_S: Final = 30.0
@@ -50,6 +50,7 @@ class VllmApi(TextServer):
         """`rank`: the data-parallel rank, if the engine has several."""
         super().__init__(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
         self._rank = rank or 0
+        self.unplaced = None if rank is None else RESPONSES
 
     async def version(self) -> str:
         status, _ = await self.call("GET", f"{COMPLETIONS}/render")  # 405: it takes POST only

@@ -97,7 +97,7 @@ class _Reader:
         self._salt = salt
 
     def value(self, raw: Raw, param: str) -> Steps[Any]:
-        """Read a part or a list of parts. Return it with the names of its images; None if it has no image."""
+        """Read a part or a list of parts. Return it with the names of its images; None if it stays as it is."""
         if first_char(raw) == "[":
             items = _list_of(raw)
             read = []
@@ -110,7 +110,7 @@ class _Reader:
         return (yield from self._part(_dict_of(raw), param)) if first_char(raw) == "{" else None
 
     def _part(self, part: dict[str, Raw], param: str) -> Steps[Any]:
-        """Read a part. It is of a medium if its type is one, or a field that is not null: engines accept both."""
+        """Read a part. Its type or a field makes it a medium. Null ones go: vLLM ignores the ids of their prompts."""
         type_ = _value_of(part["type"]) if first_char(part.get("type", _NULL)) == '"' else None
         names = [type_, *[key for key, item in part.items() if first_char(item) != "n"]]
         if found := [name for name in names if name in MEDIA]:
@@ -127,7 +127,8 @@ class _Reader:
         for name in _HOLD_PARTS:
             if name in part and (value := (yield from self.value(part[name], f"{param}.{name}"))) is not None:
                 new[name] = value
-        return {name: _value_of(item) for name, item in part.items() if name not in new} | new if new else None
+        kept = {name: item for name, item in part.items() if name not in MEDIA or first_char(item) != "n"}
+        return {key: _value_of(kept[key]) for key in kept if key not in new} | new if new or kept != part else None
 
     def _image(self, part: dict[str, Raw], param: str, rules: ImageRules) -> Steps[dict[str, Any]]:
         """Check an image. Return its part with the image's name."""

@@ -79,7 +79,7 @@ _PREFIXES: Final = {
 }
 """The beginnings of answers' ids, by the engine's route."""
 _BYTES_PER_TOKEN: Final = 4  # of usual English, as a guess before the engine has counted
-_OWN_FIELDS: Final = ("model", "priority", "request_id", "return_token_ids", "stream_options")
+_OWN_FIELDS: Final = ("model", "priority", "request_id", "stream_options")
 """Fields of a body that the gateway or the adapter writes. The salt stays, for the engine to check."""
 _HINTS: Final = frozenset(RequestFields.__struct_fields__)
 _NOT_SENT: Final = {
@@ -91,7 +91,7 @@ _NOT_SENT: Final = {
 """Why some fields are not sent on; all others of `SENT_FIELDS` are not known to be safe."""
 _STATEFUL: Final = (
     *("stop", "structured_outputs", "response_format", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "use_beam_search"),
+    *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "return_prompt_text"),
 )
 """Fields with which the tokens so far are not enough to continue an answer."""
 _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0"})
@@ -102,7 +102,6 @@ class _Known(Struct):
     """The fields of a body that the gateway needs, of whatever API."""
 
     n: int | None = None
-    best_of: int | None = None
     encoding_format: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

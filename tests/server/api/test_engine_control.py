@@ -288,6 +288,7 @@ TEXT_PART = {"type": "text", "text": "a"}
         (CHAT, chat_of(user([{"image_url": {"url": "u"}}])), "messages[0].content[0]", "image_url"),
         (CHAT, chat_of(user([{"type": "input_audio", "input_audio": {}}])), "messages[0].content[0]", "input_audio"),
         (CHAT, chat_of(user([{"type": "video_url", "video_url": {}}])), "messages[0].content[0]", "video_url"),
+        (CHAT, chat_of(user([{"type": "video_embeds", "uuid": "u"}])), "messages[0].content[0]", "video_embeds"),
         (CHAT, chat_of(user([{"type": "file", "file": {}}])), "messages[0].content[0]", "file"),
         (CHAT, chat_of({"role": "tool", "content": [IMAGE]}), "messages[0].content[0]", "image_url"),
         (CHAT, chat_of({"role": "assistant", "audio": {"id": "a"}}), "messages[0]", "audio"),
@@ -328,13 +329,16 @@ async def test_fields_named_like_media_pass(engine: TemplateWorker) -> None:
     """Arguments and schemas may have any names, and answers have `audio: null`."""
     use = {"type": "tool_use", "id": "c", "name": "f", "input": {"type": "image", "file": "a"}}
     schema = {"type": "object", "properties": {"image": {"type": "file"}}}
+    part = TEXT_PART | {"image_url": None}
     async with engine_gateway(engine) as target:
         for path, body in (
+            (CHAT, chat_of(user([part]))),
             (MESSAGES, chat_of(user([use]), tools=[{"name": "f", "input_schema": schema}])),
             (CHAT, chat_of(user(), {"role": "assistant", "content": "a", "audio": None}, modalities=["text"])),
         ):
             status, _, raw = await post(target.url, body, path)
             assert status == 200, raw
+    assert engine.rendered[0]["messages"][0]["content"] == [TEXT_PART], "vLLM would render again, without the output"
 
 
 @pytest.mark.parametrize("fields", [{"n": "two"}, {"stream": "yes"}, {"priority": 1.5}, {"cache_salt": 1}])

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import cast
 
+import msgspec
 import pytest
 
+from server.request.choice import Choice
+from server.request.engine_answer import EngineAnswer
+from server.request.engine_text_request import EngineTextRequest
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker
 from tests.server.scripted_worker import Script, ScriptedWorker, script_of
 from tests.server.test_app import chat, post
-from worker.wire import End, Failed, Frame, GenerateRequest, Started
+from worker.wire import End, EngineCall, Failed, Frame, GenerateRequest, Started
 
 
 def counts_at_the_end(worker: ScriptedWorker, guess: int, found: int | None) -> Script:
@@ -57,3 +63,41 @@ async def test_a_worker_that_cannot_take_it_now_is_no_lost_worker(make: MakeWork
             workers[2].behave = refuses
             status, _, raw = await post(target.url, chat())
             assert status == (429 if code == "queue_full" else 503), raw
+
+
+def engine_answer() -> EngineAnswer:
+    call, head = EngineCall("/v1/chat/completions", b"", streams=True), {"model": msgspec.Raw(b'"m"')}
+    return EngineAnswer(
+        EngineTextRequest(call=call, head=head, shows_usage=True, has_usage=True, shows_ids=False, is_resumable=True)
+    )
+
+
+def test_a_resumed_prompt_is_never_more_cached_than_long() -> None:
+    """The same engine may go on, after a connection was lost: it then has the output so far."""
+    answer, choice = engine_answer(), cast("Choice", SimpleNamespace(output_ids=[1] * 20))
+    answer.take(json.dumps({"choices": [{"delta": {"content": "a"}}]}).encode(), 20)
+    answer.restart([choice], client_has_output=True)
+    usage = {"prompt_tokens": 60, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 48}}
+    answer.take(json.dumps({"choices": [], "usage": usage}).encode(), 25)
+    last = json.loads(answer.take_deltas()[-1].event)["usage"]
+    assert (last["prompt_tokens"], last["completion_tokens"]) == (40, 25)
+    assert last["prompt_tokens_details"] == {"cached_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    ("begin", "part"),
+    [
+        ({"type": "message_start"}, {"type": "content_block_delta", "delta": {"text": "a"}}),
+        ({"type": "response.created"}, {"type": "response.output_text.delta", "delta": "a"}),
+        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, {"choices": [{"delta": {"content": "a"}}]}),
+        ({"choices": []}, {"choices": [{"text": "a"}]}),
+    ],
+)
+def test_a_cut_stream_without_ids_counts_its_events(begin: dict[str, object], part: dict[str, object]) -> None:
+    """A client could leave before the usage and pay nothing."""
+    answer = engine_answer()
+    for event in (begin, part, part):
+        answer.take(json.dumps(event).encode(), 0)
+    assert answer.num_output_tokens == 2
+    answer.take(json.dumps({"choices": [], "usage": {"completion_tokens": 7}}).encode(), 0)
+    assert answer.num_output_tokens == 7

@@ -50,6 +50,13 @@ def test_vllm_sends_maps() -> None:
     )
 
 
+def test_blocks_of_other_tiers_may_have_no_size() -> None:
+    """vLLM sends so what it offloads, in a batch with blocks of the GPU (`_placeholder_stored` of its connector)."""
+    offloaded = {"type": "BlockStored", "block_hashes": [1], "token_ids": [], "block_size": 0, "medium": "CPU"}
+    stored, other = batch(CAPTURED, offloaded).events
+    assert (stored, other) == (batch(CAPTURED).events[0], BlockStored((1,), block_size=0, medium="CPU"))
+
+
 def sglang_batch(*events: radix.CacheEvent) -> EventBatch:
     return decode_batch(radix.pack(1.5, events, 3))
 

@@ -64,9 +64,9 @@ async def test_rest_of_an_answer_has_fewer_tokens_to_go(server: ScriptedHttp, ap
 
 
 async def test_a_shortened_prompt_is_not_shortened_again(server: ScriptedHttp, api: VllmApi) -> None:
-    """vLLM shortens prompts of ids, too: the rest of an answer would lose tokens at either side."""
+    """vLLM shortens prompts of ids, too: the rest of an answer would lose tokens. It refuses a suffix to ids."""
     server.answers[f"POST {COMPLETIONS}"] = sse(delta("a", [5]))
-    shortens = {"truncate_prompt_tokens": len(PROMPT), "truncation_side": "right"}
+    shortens = {"truncate_prompt_tokens": len(PROMPT), "truncation_side": "right", "suffix": "of code"}
     for output_ids in ((), (7,)):
         await parts_of(api, asking(COMPLETIONS, output_ids=output_ids, prompt="x", **shortens))
         body = server.bodies[-1]
@@ -84,6 +84,14 @@ async def test_an_echo_has_its_text(server: ScriptedHttp, api: VllmApi) -> None:
     assert "return_token_ids" not in server.bodies[-1]
 
 
+async def test_a_prompt_that_is_shown_has_its_text(server: ScriptedHttp, api: VllmApi) -> None:
+    """vLLM has no text of a prompt of ids."""
+    server.answers[f"POST {CHAT}"] = sse(delta("a", [5]))
+    for shows, has_ids in ((True, False), (False, True), (None, True)):
+        await parts_of(api, asking(messages=[], return_prompt_text=shows))
+        assert ("kv_transfer_params" in server.bodies[-1]) is has_ids
+
+
 async def test_streams_without_done_end_with_their_last_event(server: ScriptedHttp, api: VllmApi) -> None:
     usage = {"input_tokens": 8, "output_tokens": 1, "cache_read_input_tokens": 32}
     server.answers[f"POST {MESSAGES}"] = sse(
@@ -96,6 +104,22 @@ async def test_streams_without_done_end_with_their_last_event(server: ScriptedHt
     server.answers[f"POST {MESSAGES}"] = sse({"type": "message_delta"}, done=False)
     with pytest.raises(EngineLostError, match="ended early"):
         await parts_of(api, asking(MESSAGES))
+
+
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        (CHAT, delta("", [], reason="abort")),
+        (COMPLETIONS, {"choices": [{"index": 1, "text": "a", "finish_reason": "abort"}]}),
+        (MESSAGES, {"type": "message_delta", "delta": {"stop_reason": None}, "usage": {"output_tokens": 3}}),
+        (MESSAGES, {"type": "message", "content": []}),
+    ],
+)
+async def test_an_aborted_answer_is_no_end(path: str, event: Any, server: ScriptedHttp, api: VllmApi) -> None:
+    """vLLM aborts its requests when it is paused, sent to sleep or stopped: another engine can go on with them."""
+    server.answers[f"POST {path}"] = sse(event)
+    with pytest.raises(EngineLostError, match="aborted"):
+        await parts_of(api, asking(path))
 
 
 async def test_only_apis_that_render_are_offered(server: ScriptedHttp, api: VllmApi) -> None:
