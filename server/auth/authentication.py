@@ -84,13 +84,15 @@ class AuthenticationMiddleware:
         if scope["path"] in OPEN_PATHS:
             return self._app(scope, receive, send)
         scope[IDENTITY] = identity = self._authenticator.authenticate(scope)
-        if identity.usage is None or scope["method"] != "POST":
+        if identity.usage is None:
+            return self._app(scope, receive, send)
+        CURRENT.get().limit_headers = identity.usage.headers
+        if scope["method"] != "POST":
             return self._app(scope, receive, send)
         return self._limited(identity.usage, scope, receive, send)
 
     async def _limited(self, usage: KeyUsage, scope: Scope, receive: Receive, send: Send) -> None:
         usage.admit()
-        CURRENT.get().limit_headers = usage.headers
         try:
             await self._app(scope, receive, send)
         finally:

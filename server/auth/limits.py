@@ -114,8 +114,7 @@ class KeyUsage:
         if self._fleet.elsewhere(allotment) > 0.0:  # other gateways have some left, and will give it
             wait_s = max(_MOVE_S, min(wait_s, MINUTE_S) * allotment.share)
         message = f"This key may {_LIMITS[kind][1].format(allotment.limit)}; try again in {math.ceil(wait_s)} s."
-        headers = tuple(self.headers()) if kind == "requests" else ()
-        raise OverloadedError(message, retry_after_s=min(wait_s, _DAY_S), headers=headers)
+        raise OverloadedError(message, retry_after_s=min(wait_s, _DAY_S))
 
     def take(self, kind: str, amount: int) -> None:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""

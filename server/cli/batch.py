@@ -210,10 +210,12 @@ class Batch:
                 if status < 500 and status not in (408, 429):
                     return self._take(line, status, raw, headers.get("x-request-id", ""))
                 failure, asked_wait_s = f"{status} {excerpt(raw)}", seconds(headers.get("retry-after", ""))
+                if headers.get("x-should-retry") == "false":
+                    asked_wait_s = math.inf
             failed_s = failed_s or time.monotonic()
             wait_s = min(2.0 * wait_s, MAX_WAIT_S)
             pause_s = max(asked_wait_s, wait_s * random.uniform(0.5, 1.0))
-            if time.monotonic() + pause_s - failed_s > self._retry_s:
+            if time.monotonic() + pause_s - failed_s >= self._retry_s:
                 if not status and self._answered_s < failed_s:  # nor to any other line
                     raise CommandError(f"{failure}, for {self._retry_s:.0f} s; run it again to go on")
                 self._tally.failures.append(f"{line.custom_id}: {failure}")

@@ -181,6 +181,7 @@ class AttemptHistory:
                 self._exclude(worker)
             if self._num_refusals <= MAX_REFUSALS and (is_replaced or services.budget.spend()):
                 return None
+            return soonest_error(self._refusals, spec)
         return error_of(failed, spec, refusal.status)
 
     def _lost(self, worker: WorkerMember, error: WorkerLost | WorkerFailed) -> ApiError | None:

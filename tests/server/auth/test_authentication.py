@@ -33,7 +33,7 @@ KEYS = {
     "slow key": 'tenant = "one"\nrequests_per_minute = 2\ntokens_per_minute = 100000',
     "few tokens": 'tenant = "one"\ntokens_per_minute = 200',
     "small day": 'tenant = "one"\ntokens_per_day = 200',
-    "one stream": 'tenant = "one"\nmax_streams = 1',
+    "one stream": 'tenant = "one"\nmax_streams = 1\nrequests_per_minute = 100',
 }
 ROUTES = [
     ("POST", "/v1/chat/completions"),
@@ -230,6 +230,9 @@ async def test_open_requests_are_counted_until_they_end(worker: ScriptedWorker, 
         await until(lambda: worker.received)
         status, headers, _ = await post(target.url, chat(), **bearer("one stream"))
         assert (status, headers["retry-after"]) == (429, "1")
+        assert headers["x-ratelimit-remaining-requests"] == "99", "a refusal has them, too"
+        text = "GET /version HTTP/1.1\r\nHost: h\r\nConnection: close\r\nAuthorization: Bearer one stream\r\n\r\n"
+        assert b"x-ratelimit-remaining-requests: 99" in (await raw(target.url, text.encode()))[1]
         go_on.set()
         await first
         assert (await post(target.url, chat(), **bearer("one stream")))[0] == 200

@@ -192,21 +192,23 @@ async def test_failures_are_tried_again_and_written_only_when_final(
     server.script = {
         "busy": [JSONResponse({"error": {}}, 429, {"retry-after": "0"}), JSONResponse({"a": 1.50, "b": "\n"})],
         "broken": [PlainTextResponse("boom", 500)],
+        "poison": [JSONResponse({}, 500, {"x-should-retry": "false"})],
         "down": [Response(status_code=503), JSONResponse({"usage": None})],
     }
-    files.ask(*(line(name, {"name": name}) for name in ("busy", "broken", "down", "well")))
+    files.ask(*(line(name, {"name": name}) for name in ("busy", "broken", "down", "well", "poison")))
     async with listening(server.app()) as url:
         assert await files.run(url, "--retry-s", "2") == 1
         error = capsys.readouterr().err
         assert "no answer to broken: 500 boom" in error
-        assert "1 lines are left; run it again" in error
+        assert "2 lines are left; run it again" in error
         assert files.read().keys() == {"busy", "down", "well"}
         assert server.asked.count("broken") >= 2
+        assert server.asked.count("poison") == 1, "each try may kill workers"
 
         server.asked.clear()
-        del server.script["broken"]
+        del server.script["broken"], server.script["poison"]
         assert await files.run(url) == 0
-        assert server.asked == ["broken"]
+        assert sorted(server.asked) == ["broken", "poison"]
         assert files.read()["broken"]["response"]["body"] == {"ok": "broken"}
 
 

@@ -128,7 +128,7 @@ def test_refusals_are_limited_and_the_soonest_is_reported() -> None:
     error = history.no_worker_error(NoWorkerError("none", retry_after_s=7.0))
     assert (error.code, error.retry_after_s) == ("queue_full", 2.0)
     others = [failure(history, refusal(retry_after_s=9.0)) for _ in range(MAX_REFUSALS - 2)]
-    assert [error is None for error in others] == [True] * (MAX_REFUSALS - 3) + [False]
+    assert [error and error.retry_after_s for error in others] == [None] * (MAX_REFUSALS - 3) + [2.0]
 
 
 def test_the_first_stale_connection_is_no_loss() -> None:
