@@ -68,6 +68,19 @@ async def test_a_redis_that_never_evicts(tmp_path: Path) -> None:
     assert "evicts by" not in after.found
 
 
+@pytest.mark.parametrize(
+    ("info", "fix"), [({"role": "slave"}, "name its primary"), ({"redis_mode": "cluster"}, "give redis+cluster://")]
+)
+async def test_a_redis_that_takes_no_writes(info: dict[str, str], fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(*_: object) -> tuple[float, dict[str, str]]:
+        return 0.0, {"redis_version": "7.2.4", **info}
+
+    monkeypatch.setattr(doctor, "diagnose", answer)
+    check = await doctor.redis_at("redis://here", None, None)
+    assert (check.status, fix in check.fix) == ("fail", True)
+    assert (await doctor.redis_at("redis+cluster://here", None, None)).status == ("fail" if "role" in info else "ok")
+
+
 async def test_a_url_of_no_redis() -> None:
     check = await doctor.redis_at("http://u:secret@here", None, None)
     assert (check.status, "secret" in check.found) == ("fail", False)
