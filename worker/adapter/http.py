@@ -41,7 +41,7 @@ class EngineServer(EngineApi):
 
     def __init__(self, url: str, key: str, tls: ssl.SSLContext | None, headers: Mapping[str, str]) -> None:
         """`headers` are sent with every request, `key` as a bearer token."""
-        self._url = url.rstrip("/")
+        self._url = url.rstrip("/").removesuffix("/v1")
         self._headers = dict(headers) | ({"authorization": f"Bearer {key}"} if key else {})
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls),
