@@ -169,7 +169,7 @@ def open_files() -> Check:
 
 def disks() -> Iterator[Check]:
     """Check the disks of temporary files and of fetched models."""
-    models = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    models = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))  # a user may have no home
     for name, folder in (("tmp", Path(tempfile.gettempdir())), ("models", models)):
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         num_bytes = shutil.disk_usage(existing).free
