@@ -169,6 +169,8 @@ class Batch:
         self._answers = answers
         self._tally = tally
         self._answered_s = 0.0
+        self._problem = ""
+        """Why the server cannot be reached, as it was last shown."""
 
     async def run(self, session: aiohttp.ClientSession, places: Sequence[Place], concurrency: int) -> None:
         """Raises CommandError when no line can be answered."""
@@ -206,6 +208,9 @@ class Batch:
                 return
             except (aiohttp.ClientError, TimeoutError) as error:
                 status, failure, asked_wait_s = 0, f"{self._base}: {reason(error)}", 0.0
+                if failure != self._problem:
+                    print(f"headstart batch: {failure}; trying again for {self._retry_s:.0f} s", file=sys.stderr)
+                    self._problem = failure
             else:
                 if status < 500 and status not in (408, 429):
                     return self._take(line, status, raw, headers.get("x-request-id", ""))
