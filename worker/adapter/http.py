@@ -143,7 +143,8 @@ class EngineServer(EngineApi):
         is_own = isinstance(error, aiohttp.ClientConnectorDNSError) or getattr(error, "errno", None) in _OWN_ERRORS
         is_unconnected = isinstance(error, aiohttp.ClientConnectorError | ConnectionRefusedError)
         is_closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError) and not is_unconnected
-        why = f"{self._url}: {type(error).__name__}: {error!s:.300}"
+        remedy = "; give its authority as --engine-ca" * isinstance(error, aiohttp.ClientConnectorCertificateError)
+        why = f"{self._url}: {type(error).__name__}: {error!s:.300}{remedy}"
         return EngineLostError(why, gone=is_unconnected and not is_own, closed=is_closed)
 
 
