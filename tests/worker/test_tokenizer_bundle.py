@@ -169,7 +169,7 @@ class TestFolder:
         change(tiny / "generation_config.json", eos_token_id=[7, 0])
         assert bundle_of(tiny).eos_token_ids == (0, 2, 7)
 
-    @pytest.mark.parametrize("value", [[5, None], {}, "end"])
+    @pytest.mark.parametrize("value", [[5, None], {}, "end", float("inf")])
     def test_eos_ids_that_are_no_numbers(self, tiny: Path, value: object) -> None:
         change(tiny / "generation_config.json", eos_token_id=value)
         with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is no number"):

@@ -176,7 +176,7 @@ def _eos_token_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
         if listed is not None:
             try:
                 ids.update(map(int, listed if isinstance(listed, list) else [listed]))
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise CheckpointError(f"{folder / file}: eos_token_id is no number and no list of numbers") from None
             break
     if eos_id is not None:
