@@ -179,7 +179,7 @@ def context_of(path: str) -> dict[str, Any]:
         enable(values, parent, True)
     elif parent == "redis.external":
         put(values, "redis.mode", "external")
-        put(values, "redis.external.url", "rediss://redis.example:6379")
+        put(values, "redis.external.url", "rediss://redis.example")
         put(values, "redis.external.caSecret", "ca")
     elif parent == "apiKeys":
         put(values, "apiKeys.enabled", path.endswith("existingSecret") or not path.endswith("enabled"))
