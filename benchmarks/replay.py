@@ -45,10 +45,10 @@ def options_of(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--token-scale", type=float, default=1.0, help="of lengths in traces without text (default 1)")
     pace = parser.add_mutually_exclusive_group()
     pace.add_argument("--concurrency", type=_positive, default=4, help="closed loop: conversations at a time (4)")
-    pace.add_argument("--rate", type=float, metavar="R", help="open loop: conversations begun a second")
-    pace.add_argument("--speed", type=float, metavar="X", help="open loop: the recorded start times, X times faster")
+    pace.add_argument("--rate", type=_above_0, metavar="R", help="open loop: conversations begun a second")
+    pace.add_argument("--speed", type=_above_0, metavar="X", help="open loop: the recorded start times, X times faster")
     parser.add_argument("--max-think", type=float, default=0.0, metavar="S", help="cap of recorded pauses (default 0)")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="of one request (default 300)")
+    parser.add_argument("--timeout", type=_above_0, default=300.0, metavar="S", help="of one request (default 300)")
     parser.add_argument("--slo-ttft", type=float, default=2.0, metavar="S", help="for goodput (default 2)")
     parser.add_argument("--slo-token", type=float, default=0.2, metavar="S", help="a token, for goodput (default 0.2)")
     parser.add_argument("--seed", type=int, default=0, help="of the arrival times of --rate")
@@ -64,6 +64,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _above_0(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise ArgumentTypeError(f"{text} is not above 0")
     return number
 
 
@@ -88,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     report = Report("replay", figures(runs, objective), facts)
     publish(report, options, lambda axes: _draw(axes, runs))
     if options.html is not None:
-        _write_page(options.html, runs, report, argv)
+        _write_page(options.html, runs, report, command_of(argv, options.api_key))
         print(f"\nreport: {options.html}", file=sys.stderr)
     return 1 if any(run.errors for run in runs) else 0
 
@@ -135,10 +142,14 @@ def _draw(axes: object, runs: Sequence[Run]) -> None:
     axes.legend()  # type: ignore[attr-defined]
 
 
-def _write_page(path: Path, runs: Sequence[Run], report: Report, argv: Sequence[str]) -> None:
+def command_of(argv: Sequence[str], key: str) -> str:
+    """Return the command without its key: a page is passed on."""
+    return shlex.join(["headstart", "bench", "replay", *(word.replace(key, "KEY") if key else word for word in argv)])
+
+
+def _write_page(path: Path, runs: Sequence[Run], report: Report, command: str) -> None:
     from benchmarks.replay_load.page import render
     from benchmarks.report import environment
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["headstart", "bench", "replay", *argv])
     path.write_text(render(runs, report.figures, environment(report), command), encoding="utf-8")

@@ -30,6 +30,7 @@ from worker.common.options import (
     num_bytes,
     option,
     read_secret,
+    read_text,
     template_text,
 )
 
@@ -297,7 +298,7 @@ class GatewayConfig(SharedConfig):
         """Return how this gateway writes the use of keys to Redis. Raises ValueError."""
         file, password = self.limits_redis_password_file, self.redis_password()
         if file is not None:
-            password = read_secret("--limits-redis-password-file", file).decode()
+            password = read_text("--limits-redis-password-file", file)
         return ClientSettings(username=self.limits_redis_username or self.redis_username, password=password)
 
     def ops_key(self) -> bytes | None:

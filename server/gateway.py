@@ -339,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = replace(config, max_connections=affordable_connections(config.max_connections))
         with ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port, share=config.share_port))
-            ops = stack.enter_context(listen(config.ops_host, config.ops_port))
+            ops = stack.enter_context(listen(config.ops_host, config.ops_port, option="--ops-port"))
             ports = {"port": public.getsockname()[1], "ops_port": ops.getsockname()[1]}
             with suppress(OSError):
                 print(json.dumps({"event": "listening", **ports, "needs_key": config.api_keys is not None}), flush=True)

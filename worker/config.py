@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from cache.allocators import PREFIX_CACHES, PrefixCache
-from worker.common.command_line import CommandParser
+from worker.common.command_line import CommandParser, check_web_url
 from worker.common.options import (
     ENGINE_TEMPLATE,
     MAX_PORT,
@@ -154,6 +154,8 @@ class WorkerConfig(SharedConfig):
             raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
         if self.engine != "headstart" and (own := next((name for name in _OWN_OPTIONS if getattr(self, name)), None)):
             raise ValueError(f"{option_name(own)} is for the built-in engine: use the option of the other engine")
+        if self.engine == "headstart" and (self.tokenizer or self.revision):
+            raise ValueError("--tokenizer and --revision are for other engines: give --model FOLDER, or ID@REVISION")
         if self.chat_template is not None and self.engine != "headstart":
             raise ValueError(ENGINE_TEMPLATE)
         if (self.engine == "headstart") != (self.engine_url == ""):
@@ -161,8 +163,8 @@ class WorkerConfig(SharedConfig):
         if self.task == "embed" and self.engine != "headstart":
             raise ValueError("--task embed is for the built-in engine: other engines generate text here")
         for name, url in (("--engine-url", self.engine_url), ("--advertise-url", self.advertise_url)):
-            if url and not url.startswith(("http://", "https://")):
-                raise ValueError(f"{name} must begin with http:// or https://, got {url!r:.200}")
+            if url:
+                check_web_url(name, url)
 
     @property
     def template_kwargs(self) -> bytes:

@@ -40,7 +40,11 @@ def checks(options: argparse.Namespace) -> Iterator[Check]:
     torch.set_num_threads(num_cores(options.num_workers))
     yield Check("torch", "ok", f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads for a worker")
     asked = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(asked if options.device == "auto" else options.device)
+    try:
+        device = torch.device(asked if options.device == "auto" else options.device)
+    except RuntimeError as error:
+        yield Check("gpu", "fail", f"--device {options.device}: {str(error).partition('.')[0]}", "give cpu or cuda:N")
+        return
     device_check = check_device(device)
     yield device_check
     if device.type == "cpu":

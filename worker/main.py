@@ -125,12 +125,13 @@ class Worker:
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT, or until the engine dies. Return the exit status."""
         try:
-            sock = listen(self._config.host, self._config.port, probe_idle_s=5, probe_every_s=2)
+            sock = listen(self._config.host, self._config.port, probe_s=(5, 2))
             port, scheme = sock.getsockname()[1], "http" if self._certificate is None else "https"
-            host = reachable(self._config.host)
-            url = self._config.advertise_url or f"{scheme}://{host}:{port}"
-            if self._config.advertise_url is None and is_loopback(host) and not is_loopback(self._config.host):
-                _say(f"only gateways on this machine can reach {url}: give --advertise-url to be reached by others")
+            if (url := self._config.advertise_url) is None:
+                host = reachable(self._config.host)
+                url = f"{scheme}://{host}:{port}"
+                if is_loopback(host) and not is_loopback(self._config.host):
+                    _say(f"only gateways on this machine can reach {url}: give --advertise-url to be reached by others")
         except OSError as error:
             _say(str(error))
             return _REFUSED

@@ -8,12 +8,13 @@ from asyncio import StreamReader
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio.connection import AbstractConnection, Connection, DefaultParser, SSLConnection, parse_url
 from redis.asyncio.sentinel import Sentinel
-from redis.exceptions import ConnectionError, InvalidResponse
+from redis.exceptions import ConnectionError, InvalidResponse, RedisError
 
 MAX_REPLY_BYTES: Final = 8 << 20
 """The default limit for a reply: other users of Redis must not fill a reader's memory."""
@@ -150,6 +151,13 @@ class Endpoint:
         }
         credentials = {"username": settings.username, "password": settings.password}
         self._options |= {name: value for name, value in credentials.items() if value}
+        files = (self._options.get(name) for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"))
+        if missing := next((file for file in files if file and not Path(file).is_file()), None):
+            raise ValueError(f"Redis URL {self.label!r}: there is no file {missing}")
+        try:
+            self._kind(**self._options)
+        except (TypeError, RedisError) as error:  # redis-py checks names and values of the query here
+            raise ValueError(f"Redis URL {self.label!r}: {str(error).rpartition('() ')[2]}") from error
 
     def _one_host(self, url: str, scheme: str, kind: str) -> str:
         """Extract the hosts and the service from `url`, and return redis-py's form of it, with one host."""
@@ -219,5 +227,4 @@ def _host_and_port(text: str, default: int) -> tuple[str, int]:
 
 
 def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+    return (parts := urlsplit(url))._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()

@@ -12,7 +12,6 @@ import fcntl
 import math
 import random
 import signal
-import ssl
 import sys
 import time
 from array import array
@@ -28,8 +27,9 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from server.cli.common import CommandError, RedirectError, between, read_answer, secret_file
+from server.cli.common import CommandError, RedirectError, between, read_answer, secret_file, web_url
 from worker.common.command_line import CommandParser, reason
+from worker.common.tls import client_context
 
 PREFIX_FIELDS: Final = ("model", "cache_salt", "tools", "system", "instructions", "messages", "prompt", "input")
 """The fields that make the prompt, in the order in which templates write them."""
@@ -162,13 +162,15 @@ class Batch:
     """One run: sends the requests, `concurrency` at a time, and appends what comes back."""
 
     def __init__(self, args: argparse.Namespace, requests: BinaryIO, answers: AnswerFile, tally: Tally) -> None:
-        self._base = args.url.rstrip("/").removesuffix("/v1")
+        self._base = args.url.removesuffix("/v1")
         self._retry_s: float = args.retry_s
         self._by_prefix = args.order == "prefix"
         self._requests = requests
         self._answers = answers
         self._tally = tally
         self._answered_s = 0.0
+        self._problem = ""
+        """Why the server cannot be reached, as it was last shown."""
 
     async def run(self, session: aiohttp.ClientSession, places: Sequence[Place], concurrency: int) -> None:
         """Raises CommandError when no line can be answered."""
@@ -206,6 +208,9 @@ class Batch:
                 return
             except (aiohttp.ClientError, TimeoutError) as error:
                 status, failure, asked_wait_s = 0, f"{self._base}: {reason(error)}", 0.0
+                if failure != self._problem:
+                    print(f"headstart batch: {failure}; trying again for {self._retry_s:.0f} s", file=sys.stderr)
+                    self._problem = failure
             else:
                 if status < 500 and status not in (408, 429):
                     return self._take(line, status, raw, headers.get("x-request-id", ""))
@@ -262,7 +267,7 @@ async def run(args: argparse.Namespace, requests: BinaryIO, answers: AnswerFile,
     headers = {"content-type": "application/json"}
     if args.api_key_file is not None:
         headers["authorization"] = f"Bearer {args.api_key_file}"
-    connector = aiohttp.TCPConnector(limit=0, ssl=ssl.create_default_context(cafile=args.ca_file))
+    connector = aiohttp.TCPConnector(limit=0, ssl=client_context("--ca-file", args.ca_file))
     timeout = aiohttp.ClientTimeout(total=args.timeout_s)
     shown = asyncio.create_task(show(tally))
     try:
@@ -287,7 +292,7 @@ def parser() -> CommandParser:
     p.add_argument(
         "answers", type=Path, metavar="OUT", help="answers are appended here, in the order in which they come"
     )
-    p.add_argument("--url", default="http://127.0.0.1:8000", help="the server, with or without /v1")
+    p.add_argument("--url", type=web_url, default="http://127.0.0.1:8000", help="the server, with or without /v1")
     p.add_argument("--api-key-file", type=secret_file, metavar="FILE", help="key that the server wants")
     p.add_argument("--ca-file", type=Path, metavar="FILE", help="CA of its certificate (default: the system's)")
     p.add_argument("--concurrency", type=between(1, 10_000), default=64, metavar="N", help="open requests (default 64)")
@@ -298,7 +303,7 @@ def parser() -> CommandParser:
         help="prefix: lines that share one follow each other and find it cached; file: as they stand (default prefix)",
     )
     p.add_argument(
-        "--timeout-s", type=between(1, kind=float), default=600.0, metavar="S", help="of one try (default 600)"
+        "--timeout-s", type=between(1, 1e6, float), default=600.0, metavar="S", help="of one try (default 600)"
     )
     p.add_argument(
         "--retry-s",

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from worker.common.command_line import reason
+from worker.common.command_line import check_web_url, reason
+from worker.common.tls import client_context
 
 if TYPE_CHECKING:
     import aiohttp
@@ -39,8 +40,16 @@ class RedirectError(ValueError):
 def ops_url(text: str) -> str:
     """`8001`, `host:8001` or a URL, also the dashboard's -> a base URL."""
     host = f"127.0.0.1:{text}" if text.isdecimal() else text
-    url = host if "://" in host else f"http://{host}"
-    return url.rstrip("/").removesuffix("/dashboard")
+    return web_url(host if "://" in host else f"http://{host}").removesuffix("/dashboard")
+
+
+def web_url(text: str) -> str:
+    """Return the URL without a last slash: an argparse type."""
+    try:
+        check_web_url("it", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text.rstrip("/")
 
 
 def between(least: float, most: float = float("inf"), kind: Callable[[str], float] = int) -> Callable[[str], float]:
@@ -62,7 +71,9 @@ OTHER_PORTS: Final = (8080, 8081)
 
 
 def default_ports(args: argparse.Namespace, engine_urls: Sequence[str]) -> None:
-    """Choose the public and the ops port where none is given: other ones if an engine uses the default ports."""
+    """Choose the ports where none is given: other ones if an engine uses them. Raises ValueError for a wrong URL."""
+    for url in engine_urls:
+        check_web_url("--engine-url", url)
     is_taken = any(urlsplit(url).port in FIRST_PORTS for url in engine_urls)
     port, ops_port = OTHER_PORTS if is_taken else FIRST_PORTS
     args.port = port if args.port is None else args.port
@@ -77,10 +88,12 @@ def given(args: argparse.Namespace, *names: str) -> list[str]:
 
 def secret_file(text: str) -> str:
     """Read the secret in a file: an argparse type."""
+    from worker.common.options import read_text  # imports redis
+
     try:
-        return Path(text).read_text().strip()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {reason(error)}") from None
+        return read_text("the file", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 async def fetch_json(
@@ -127,7 +140,7 @@ async def ask_ops_port(args: argparse.Namespace, path: str, *, status: int = 1, 
     """Return the answer of the gateway's ops port at --ops. Raises CommandError, with `status`."""
     key, url = args.ops_key_file, args.ops.rstrip("/") + path
     headers = {"content-type": "application/json", **({} if key is None else {"authorization": f"Bearer {key}"})}
-    tls = ssl.create_default_context(cafile=args.ops_ca_file)
+    tls = client_context("--ops-ca-file", args.ops_ca_file)
     try:
         code, answer = await fetch_json(url, tls=tls, headers=headers, **request)
     except (OSError, ValueError) as error:

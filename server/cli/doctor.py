@@ -169,7 +169,7 @@ def open_files() -> Check:
 
 def disks() -> Iterator[Check]:
     """Check the disks of temporary files and of fetched models."""
-    models = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    models = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))  # a user may have no home
     for name, folder in (("tmp", Path(tempfile.gettempdir())), ("models", models)):
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         num_bytes = shutil.disk_usage(existing).free
@@ -202,11 +202,19 @@ async def redis_at(url: str, username: str | None, password: str | None) -> Chec
     used_bytes, max_bytes = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
     version, eviction = info.get("redis_version", ""), info.get("maxmemory_policy", "noeviction")
     evicts = max_bytes > 0 and eviction != "noeviction"
+    is_cluster = info.get("redis_mode") == "cluster"
+    is_replica = info.get("role") == "slave" and not is_cluster  # nodes of a cluster redirect
     found = f"Redis {version} at {bare}, PING {1000 * ping_s:.2f} ms, {used_bytes / 2**20:,.0f} MiB used"
     found += f", evicts by {eviction} at {max_bytes / 2**20:,.0f} MiB" if evicts else ""
     return judge(
         "redis",
         found,
+        (is_replica, "fail", "name its primary, or Sentinels: workers cannot write to a replica"),
+        (
+            is_cluster and "+cluster" not in scheme,
+            "fail",
+            "it is a Redis Cluster: give redis+cluster://HOST:PORT, or rediss+cluster://",
+        ),
         (evicts, "warn", "set maxmemory-policy noeviction: workers must rewrite every evicted set"),
         (ping_s > SLOW_PING_S, "warn", "put Redis near the gateways: after 25 ms they route without it"),
         *_version_problems(version),

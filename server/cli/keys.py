@@ -12,6 +12,7 @@ from typing import Final
 
 from server.auth.identity import digest_text, load_keys, parse_keys
 from server.auth.limits import KeyEntry
+from server.cli.common import between
 from worker.common.command_line import CommandParser
 
 KEY_BYTES: Final = 32  # no client guesses 256 bits
@@ -36,9 +37,9 @@ def entry_text(key: str, args: argparse.Namespace) -> str:
 
 def append(path: Path, entry: str) -> None:
     """Append to a key file, in one write, if it is valid with the entry. Raises ValueError and OSError."""
-    old = path.read_text() if path.exists() else ""
-    text = ("\n" if old else "") + entry
     try:
+        old = path.read_text() if path.exists() else ""
+        text = ("\n" if old else "") + entry
         parse_keys(old + text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -60,7 +61,9 @@ def parser() -> CommandParser:
         command.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and answer (default: no limit)")
         command.add_argument("--max-streams", type=int, metavar="N", help="open requests (default: no limit)")
         command.add_argument("--tokens-per-day", type=int, metavar="N", help="prompt and answer (default: no limit)")
-        command.add_argument("--weight", type=float, metavar="X", help="share of a busy fleet (default: 1)")
+        command.add_argument(
+            "--weight", type=between(0.01, 100, float), metavar="X", help="share of a busy fleet (default: 1)"
+        )
         command.add_argument("--may-prioritise", action="store_true", default=None, help="may set `priority`")
         command.add_argument(
             "--trusted-front", action="store_true", default=None, help="a gateway's, which names tenants in a header"

@@ -125,15 +125,18 @@ def parse(argv: Sequence[str]) -> Namespace:
         args.num_workers = 0 if args.engine_urls else 2
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ValueError("--tls-cert and --tls-key go together: give both or none")
-    if args.port and args.port == args.ops_port:
-        raise ValueError(f"--port and --ops-port are both {args.port}: give two ports")
+    if args.port and 0 <= args.port - args.ops_port < args.num_gateways:
+        raise ValueError(f"--port {args.port} is one of the ops ports, from {args.ops_port} up: give another")
     if args.num_gateways > 1 and not (args.port and 0 < args.ops_port <= 65536 - args.num_gateways):
         raise ValueError(f"--gateways {args.num_gateways} needs a --port, and as many ports from --ops-port up")
+    others = given(args, "engine_key_file", "tokenizer")
+    if others and not args.engine_urls:
+        raise ValueError(f"{others[0]} is for the engines of --engine-url: give --engine-url too")
     own, extra = given(args, "model", "dtype", "prefix_cache"), args.worker_args
     if own and not args.num_workers:
         raise ValueError(f"{own[0]} is for own workers, and with --engine-url there are none: give --num-workers too")
     args.worker_args = [*extra, *own]
-    args.engine_args = [*given(args, "engine", "engine_key_file", "tokenizer"), *extra]
+    args.engine_args = [*given(args, "engine"), *others, *extra]
     args.gateway_args = [*args.gateway_args, *given(args, "policy", "tls_cert", "tls_key")]
     also_ours = ArgumentParser(add_help=False, allow_abbrev=False)
     also_ours.add_argument("--ops-host", default="127.0.0.1")
@@ -367,9 +370,9 @@ def check_packages(args: Namespace) -> None:
 
 def check_ports(args: Namespace) -> None:
     """Raise OSError for a port that is taken, also by a program that would share it."""
-    wanted = [(args.host, args.port), *((args.ops_host, args.ops_port + index) for index in range(args.num_gateways))]
-    for host, port in wanted:
-        listen(host, port).close()
+    listen(args.host, args.port).close()
+    for index in range(args.num_gateways):
+        listen(args.ops_host, args.ops_port + index, option="--ops-port").close()
 
 
 def main(argv: Sequence[str]) -> int:

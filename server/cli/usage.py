@@ -46,10 +46,10 @@ class Sums:
     def _add(self, line: bytes) -> None:
         try:
             account = _decode(line)
-        except msgspec.MsgspecError:
+            day = f"{datetime.fromtimestamp(account.ended_at, UTC):%Y-%m-%d}"
+        except (ValueError, OverflowError):  # also of a time that no calendar has
             self.num_invalid += bool(line.strip())
             return
-        day = f"{datetime.fromtimestamp(account.ended_at, UTC):%Y-%m-%d}"
         group = tuple([day if name == "day" else getattr(account, name) for name in self.by])
         self._rows[group].update(account.sums())
 

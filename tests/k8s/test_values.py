@@ -179,7 +179,7 @@ def context_of(path: str) -> dict[str, Any]:
         enable(values, parent, True)
     elif parent == "redis.external":
         put(values, "redis.mode", "external")
-        put(values, "redis.external.url", "rediss://redis.example:6379")
+        put(values, "redis.external.url", "rediss://redis.example")
         put(values, "redis.external.caSecret", "ca")
     elif parent == "apiKeys":
         put(values, "apiKeys.enabled", path.endswith("existingSecret") or not path.endswith("enabled"))
@@ -290,6 +290,7 @@ REFUSED = [
     ({"redis": {"external": {"url": "redis://r:6379"}}}, "redis.external.url"),
     ({"redis": {"mode": "external", "external": {"url": "redis://u:p@r:6379"}}}, "redis.external.url"),
     ({"redis": {"mode": "external", "external": {"url": "http://r"}}}, "redis.external.url"),
+    ({"redis": {"mode": "external", "external": {"url": "redis://a,r:6380/0"}}}, "would close port 6380"),
     ({"gateway": {"ingress": {"enabled": True}}}, "gateway.ingress.hosts"),
     ({"gateway": {"httpRoute": {"enabled": True}}}, "gateway.httpRoute.parentRefs"),
     ({"gateway": {"autoscaling": {"enabled": True, "kind": "keda"}}}, "gateway.autoscaling.prometheusAddress"),

@@ -31,8 +31,9 @@ def test_tracing_is_on_where_an_endpoint_is_named(
 
 
 def test_unsupported_tracing_settings_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="--otlp-endpoint"):
-        tracing.wanted("collector:4317", {})
+    for endpoint in ("collector:4317", "http://"):
+        with pytest.raises(ValueError, match="--otlp-endpoint"):
+            tracing.wanted(endpoint, {})
     with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
         tracing.wanted("http://collector:4317", {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
 

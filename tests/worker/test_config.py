@@ -79,6 +79,9 @@ def test_sizes(text: str, expected: int) -> None:
         ("--drain-grace-s -1", "--drain-grace-s"),
         ("--redis nowhere", "--redis: .* use redis://"),
         ("--redis redis://h:99999", "--redis: Port"),
+        ("--redis redis://h?foo=1", "--redis: .*argument 'foo'"),
+        ("--redis rediss://h?ssl_cert_reqs=some", "--redis: .*Flag: some"),
+        ("--redis rediss://h?ssl_ca_certs=/nowhere", "--redis: .* there is no file /nowhere"),
         ("--redis redis://h --redis-prefix {x}", "--redis-prefix"),
         ("--num-blocks 9 --kv-cache-memory 1G", "--kv-cache-memory"),
         ("--max-step-ms 0", "--max-step-ms"),
@@ -86,6 +89,12 @@ def test_sizes(text: str, expected: int) -> None:
         ("--task embed --engine vllm --engine-url http://h", "--task"),
         ("--model x --engine vllm --engine-url http://h", "--model"),
         ("--advertise-url h:8100", "--advertise-url must begin with http:// or https://"),
+        ("--engine vllm --engine-url http://", "--engine-url must begin"),
+        ("--engine vllm --engine-url http://h:99999", "--engine-url must begin"),
+        ("--engine vllm --engine-url http://[::1", "--engine-url must begin"),
+        ("--model a/b --revision 1", "--revision are for other engines: give --model FOLDER, or ID@REVISION"),
+        ("--model a/b --tokenizer c/d", "--tokenizer and"),
+        ("--drain-grace-s inf", "--drain-grace-s must be finite"),
     ],
 )
 def test_invalid_options_are_named(argv: str, option: str) -> None:

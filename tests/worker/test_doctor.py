@@ -102,6 +102,12 @@ def test_a_folder_for_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "belongs to another user" in check_kv_disk(folder, 1, 1).found
 
 
+def test_a_device_that_torch_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--device", "gpu"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["status"], last["found"][:13], last["fix"][:8]) == ("fail", "--device gpu:", "give cpu")
+
+
 def test_a_gpu_that_is_not_there() -> None:
     if not torch.cuda.is_available():
         assert doctor.check_device(torch.device("cuda")).status == "fail"

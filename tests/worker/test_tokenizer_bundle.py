@@ -169,6 +169,17 @@ class TestFolder:
         change(tiny / "generation_config.json", eos_token_id=[7, 0])
         assert bundle_of(tiny).eos_token_ids == (0, 2, 7)
 
+    @pytest.mark.parametrize("value", [[5, None], {}, "end", float("inf")])
+    def test_eos_ids_that_are_no_numbers(self, tiny: Path, value: object) -> None:
+        change(tiny / "generation_config.json", eos_token_id=value)
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is no number"):
+            bundle_of(tiny)
+
+    def test_a_template_that_is_no_text(self, tiny: Path) -> None:
+        (tiny / "chat_template.jinja").write_bytes(b"\xff")
+        with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be read"):
+            bundle_of(tiny)
+
     def test_bos_of_the_post_processor(self, tiny: Path) -> None:
         tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
         template = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -33,8 +32,9 @@ from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
 from worker.common.capabilities import CHAT, GENERATING, adapter_names
 from worker.common.chat_probes import CHAT_PROBES, digests
-from worker.common.options import read_secret
+from worker.common.options import read_text
 from worker.common.sockets import is_loopback
+from worker.common.tls import client_context
 from worker.config import WorkerConfig
 from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
@@ -154,11 +154,8 @@ async def probe_digests(api: EngineApi) -> tuple[tuple[str, str], ...]:
 
 def open_api(config: WorkerConfig) -> EngineApi:
     """Return the API of the engine that the options name. Raises ValueError."""
-    key = "" if config.engine_key_file is None else read_secret("--engine-key-file", config.engine_key_file).decode()
-    try:
-        tls = ssl.create_default_context(cafile=config.engine_ca)
-    except OSError as error:
-        raise ValueError(f"--engine-ca: {error}") from error
+    key = "" if config.engine_key_file is None else read_text("--engine-key-file", config.engine_key_file)
+    tls = client_context("--engine-ca", config.engine_ca)
     api = SglangApi if config.engine == "sglang" else VllmApi
     return api(config.engine_url, key=key, rank=config.engine_rank, tls=tls)
 

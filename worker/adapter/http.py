@@ -41,7 +41,7 @@ class EngineServer(EngineApi):
 
     def __init__(self, url: str, key: str, tls: ssl.SSLContext | None, headers: Mapping[str, str]) -> None:
         """`headers` are sent with every request, `key` as a bearer token."""
-        self._url = url.rstrip("/")
+        self._url = url.rstrip("/").removesuffix("/v1")
         self._headers = dict(headers) | ({"authorization": f"Bearer {key}"} if key else {})
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls),
@@ -143,7 +143,8 @@ class EngineServer(EngineApi):
         is_own = isinstance(error, aiohttp.ClientConnectorDNSError) or getattr(error, "errno", None) in _OWN_ERRORS
         is_unconnected = isinstance(error, aiohttp.ClientConnectorError | ConnectionRefusedError)
         is_closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError) and not is_unconnected
-        why = f"{self._url}: {type(error).__name__}: {error!s:.300}"
+        remedy = "; give its authority as --engine-ca" * isinstance(error, aiohttp.ClientConnectorCertificateError)
+        why = f"{self._url}: {type(error).__name__}: {error!s:.300}{remedy}"
         return EngineLostError(why, gone=is_unconnected and not is_own, closed=is_closed)
 
 

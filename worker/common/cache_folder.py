@@ -14,11 +14,11 @@ UNUSED_S: Final = 30 * 24 * 3600.0
 
 def cache_folder() -> Path | None:
     """Return the folder, made if need be. None: it cannot be used, or others may write to it."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError):  # the second: a user without a home
         return None
     is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
     return folder if is_private and os.access(folder, os.W_OK) else None

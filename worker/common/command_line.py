@@ -12,9 +12,11 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, NoReturn
+from urllib.parse import urlsplit
 
 CONFIG_VARIABLE: Final = "HEADSTART_CONFIG"
 SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
@@ -241,6 +243,15 @@ def suggestion(word: str, words: Iterable[str], prefix: str = "") -> str:
 def _hint(words: Iterable[str]) -> str:
     text = " or ".join(words)
     return f"; did you mean {text}?" if text else ""
+
+
+def check_web_url(name: str, url: str) -> None:
+    """Raise a ValueError that begins with `name` for a URL that is not http:// or https:// with a host."""
+    with suppress(ValueError):  # of its port or IPv6 address
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return
+    raise ValueError(f"{name} must begin with http:// or https://, a host and a port or none, got {url!r:.200}")
 
 
 def module_command(module: str, *options: str) -> list[str]:

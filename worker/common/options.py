@@ -93,13 +93,16 @@ class SharedConfig:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            name, value, metadata = option_name(each.name), getattr(self, each.name), each.metadata
+            value, metadata = getattr(self, each.name), each.metadata
+            name = metadata["flag"] or option_name(each.name)
             choices = metadata["arguments"].get("choices")
             if choices is not None and value is not None and value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
             least, most = metadata["least"], metadata["most"]
-            if type(value) in (int, float) and not (value > 0 if least is None else least <= value <= most):
-                raise ValueError(f"{name} must be {'above 0' if least is None else f'{least} to {most}'}, got {value}")
+            is_valid = type(value) not in (int, float) or (value > 0 if least is None else least <= value <= most)
+            if not is_valid or value == math.inf:
+                bounds = "finite" if is_valid else "above 0" if least is None else f"{least} to {most}"
+                raise ValueError(f"{name} must be {bounds}, got {value}")
         if self.redis is not None:
             check_url("--redis", self.redis)
             check_key_part("--redis-prefix", self.redis_prefix)
@@ -111,7 +114,7 @@ class SharedConfig:
     def redis_password(self) -> str | None:
         """Read --redis-password-file; None stands for the URL's own. Raises ValueError."""
         file = self.redis_password_file
-        return None if file is None else read_secret("--redis-password-file", file).decode()
+        return None if file is None else read_text("--redis-password-file", file)
 
     def cluster_secret(self) -> bytes:
         """Read --cluster-secret-file, else the environment; empty: there is none. Raises ValueError."""
@@ -138,6 +141,14 @@ class SharedConfig:
     def workers_ca(self) -> WorkerCa | None:
         """Load the CA of the workers. Raises ValueError."""
         return None if self.worker_ca is None else WorkerCa(self.worker_ca, self.worker_tls_name)
+
+
+def read_text(option: str, file: str) -> str:
+    """Return the line of text in a file. Raises ValueError that names the option."""
+    text = read_secret(option, file).decode(errors="surrogateescape")
+    if not text.isprintable():
+        raise ValueError(f"{option} {file} is not one line of text")
+    return text
 
 
 def read_secret(option: str, file: str) -> bytes:

@@ -15,9 +15,9 @@ _BACKLOG: Final = 2048  # a burst of new connections waits; the kernel may allow
 
 
 def listen(
-    host: str, port: int, *, share: bool = False, probe_idle_s: int = 30, probe_every_s: int = 10
+    host: str, port: int, option: str = "--port", *, share: bool = False, probe_s: tuple[int, int] = (30, 10)
 ) -> socket.socket:
-    """Bind and listen. Raises OSError that names the address.
+    """Bind and listen. Raises OSError that names the address and the `option`.
 
     With `share`, other sockets that share may listen on the same port: the kernel spreads connections over them.
     Accepted connections have the options that are set here. They are probed when idle, so that a peer whose machine is
@@ -28,11 +28,13 @@ def listen(
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=share)
     except OSError as error:
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        choose = "another --port; 0 is any free one" if is_port else "an address of this machine"
-        raise OSError(f"cannot listen on {host}:{port}: {reason(error)}. Choose {choose}") from error
+        own_host = f"an address of this machine as {option.replace('port', 'host')}"
+        choose = f"another {option}; 0 is any free one" if is_port else own_host
+        why = reason(error).partition(" (while")[0]
+        raise OSError(f"cannot listen on {host}:{port}: {why}. Choose {choose}") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", probe_idle_s), ("TCP_KEEPINTVL", probe_every_s), ("TCP_KEEPCNT", 3)):
+    for name, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), (*probe_s, 3), strict=True):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return sock
@@ -51,7 +53,10 @@ def allow_files(wanted: int) -> int:
 def reachable(host: str) -> str:
     """Return an address of this machine that others can use, also for a socket bound to every address."""
     if host in ("0.0.0.0", "::", ""):
-        host = socket.gethostbyname(socket.gethostname())
+        try:
+            host = socket.gethostbyname(socket.gethostname())
+        except OSError as error:
+            raise OSError(f"the name of this machine has no address ({error}): give --advertise-url") from None
     return f"[{host}]" if ":" in host else host
 
 

@@ -81,6 +81,14 @@ class TlsFiles(WatchedFiles):
         log.info("%s was reloaded", self._option)
 
 
+def client_context(option: str, ca: str | Path | None) -> ssl.SSLContext:
+    """Return a client's context with this CA, None: the system's. Raises ValueError that names option and file."""
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise ValueError(f"{option} {ca}: {reason(error)}") from None
+
+
 class ServerCertificate(TlsFiles):
     """The certificate of a server: a PEM file with the chain to the CA, and one with its key."""
 

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 from worker.common.checks import missing_extra
+from worker.common.command_line import check_web_url
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -91,8 +92,8 @@ def open_tracing(service: str, endpoint: str | None, instance: str) -> Tracing |
 
 def wanted(endpoint: str | None, environment: Mapping[str, str]) -> bool:
     """Return whether to send spans. Raises ValueError for a setting that is not supported."""
-    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"--otlp-endpoint must be an http:// or https:// URL, got {endpoint!r}")
+    if endpoint is not None:
+        check_web_url("--otlp-endpoint", endpoint)
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
         return False
     if endpoint is None and not any(environment.get(name) for name in _ENDPOINTS):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -117,10 +117,10 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
     return value
 
 
-def _read(path: Path) -> object:
+def _read(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
 
 
@@ -174,11 +174,14 @@ def _eos_token_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
     for file in ("generation_config.json", "config.json"):
         listed = _optional_json(folder / file).get("eos_token_id")
         if listed is not None:
-            ids.update(listed if isinstance(listed, list) else [listed])
+            try:
+                ids.update(map(int, listed if isinstance(listed, list) else [listed]))
+            except (TypeError, ValueError, OverflowError):
+                raise CheckpointError(f"{folder / file}: eos_token_id is no number and no list of numbers") from None
             break
     if eos_id is not None:
         ids.add(eos_id)
-    return tuple(sorted(int(token_id) for token_id in ids))
+    return tuple(sorted(ids))
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
@@ -191,7 +194,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, s
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     own, processor = config.get("chat_template"), _optional_json(folder / "chat_template.json").get("chat_template")
     named = _named(own) or _named(processor)
-    if found := {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}:
+    if found := {name: _read(file, str) for name, file in files.items() if file.is_file()}:
         named = found if "default" in found else named | found
     tool_template = named.get("tool_use")
     default = named.get("default", tool_template or next(iter(named.values()), None))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from worker.attention.base import AttentionShape
 from worker.common.command_line import reason
-from worker.files.errors import CheckpointError, UnsupportedModel
+from worker.files.errors import CheckpointError, ModelError, UnsupportedModel
 from worker.files.model_files import folder_files
 from worker.files.tokenizer_files import read_json
 from worker.model.base import Checkpoint, ModelFamily
@@ -129,8 +129,10 @@ def config_from_hf(raw: Mapping[str, Any], family: ModelFamily) -> ModelConfig:
         )
     except KeyError as error:
         raise CheckpointError(f"config.json has no field {error.args[0]!r}") from error
-    except TypeError as error:
-        raise CheckpointError(f"config.json: {error}") from error
+    except ModelError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"config.json has a field of the wrong type or size: {error}") from error
 
 
 def _rope(raw: Mapping[str, Any], max_len: int) -> RopeConfig:

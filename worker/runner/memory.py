@@ -32,7 +32,8 @@ def num_blocks_that_fit(num_bytes: int, shape: AttentionShape, block_size: int, 
     num_blocks = num_bytes // block_bytes(shape, block_size, dtype)
     if num_blocks < 2:
         raise ValueError(
-            f"the KV pool needs at least {2 * block_bytes(shape, block_size, dtype)} bytes, only {num_bytes} are left"
+            f"the KV pool needs at least {2 * block_bytes(shape, block_size, dtype)} bytes and has {num_bytes}: raise "
+            "--kv-cache-memory, or free memory"
         )
     return num_blocks
 

@@ -71,6 +71,13 @@
 {{- with .Values.redis -}}
 {{- if and (eq .mode "external") (not .external.url) }}{{ fail "redis.external.url: mode external needs the address of a Redis" }}{{ end -}}
 {{- if and (ne .mode "external") .external.url }}{{ fail "redis.external.url: it is set, but redis.mode is not external" }}{{ end -}}
+{{- if $.Values.networkPolicy.enabled -}}
+{{- $ports := toStrings .external.ports -}}
+{{- range regexFindAll ":[0-9]+([,/?]|$)" .external.url -1 -}}
+{{- $port := regexFind "[0-9]+" . -}}
+{{- if not (has $port $ports) }}{{ fail (printf "redis.external.ports: the NetworkPolicies would close port %s of redis.external.url; add it" $port) }}{{ end -}}
+{{- end -}}
+{{- end -}}
 {{- if contains "@" .external.url }}{{ fail "redis.external.url: put no password into it; name a Secret in redis.existingSecret" }}{{ end -}}
 {{- end -}}
 {{- end -}}

@@ -397,10 +397,12 @@ def test_the_command_refuses_what_the_file_would(options: list[str], capsys: pyt
 
 def test_the_command_leaves_a_broken_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.toml"
-    file.write_text("broken [")
-    assert cli.main(["keys", "new", "--tenant", "x", "--file", str(file)]) == 2
-    assert file.read_text() == "broken ["
-    assert "hs-" not in capsys.readouterr().out
+    for broken in (b"broken [", b"\xff"):
+        file.write_bytes(broken)
+        assert cli.main(["keys", "new", "--tenant", "x", "--file", str(file)]) == 2
+        assert file.read_bytes() == broken
+        out, error = capsys.readouterr()
+        assert ("hs-" in out, f"{file}: " in error) == (False, True)
 
 
 def test_keys_are_random() -> None:

@@ -145,6 +145,41 @@ def test_a_bad_line_is_named_before_anything_is_sent(
     assert not files.answers.exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--url", "localhost:8000"),
+        ("--url", "http://h:99999"),
+        ("--timeout-s", "inf"),
+        ("--api-key-file", "{empty}"),
+        ("--api-key-file", "{lines}"),
+        ("--api-key-file", "{bytes}"),
+        ("--ca-file", "{empty}"),
+        ("--ca-file", "{nothing}"),
+    ],
+)
+def test_an_option_that_cannot_work_is_named(
+    files: Files, tmp_path: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.ask(line("a"))
+    contents = {"empty": b"", "lines": b"one\ntwo", "bytes": b"\xff"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    given = value.format(**{name: tmp_path / name for name in (*contents, "nothing")})
+    arguments = (str(files.requests), str(files.answers), "--url", "http://127.0.0.1:1", "--retry-s", "0")
+    assert status_of("batch", *arguments, option, given) == BAD_USAGE
+    error = capsys.readouterr().err
+    assert (option in error, given in error) == (True, True), error
+
+
+def test_a_server_that_is_not_there_is_named_at_once(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    files.ask(line("a"))
+    url = "http://127.0.0.1:1"
+    assert status_of("batch", str(files.requests), str(files.answers), "--url", url, "--retry-s", "2") == 1
+    assert f"{url}: Connect call failed" in (error := capsys.readouterr().err.splitlines()[0])
+    assert error.endswith("trying again for 2 s")
+
+
 def test_a_file_of_something_else_is_left_as_it_is(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     files.ask(line("a"))
     answer = {"id": "batch_req_1", "custom_id": "b", "response": {"status_code": 200, "request_id": "", "body": {}}}

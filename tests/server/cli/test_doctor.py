@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 import re
 import socket
 from pathlib import Path
@@ -66,6 +67,28 @@ async def test_a_redis_that_never_evicts(tmp_path: Path) -> None:
             await client.config_set(option, value)
         after = await doctor.redis_at(redis.url, None, None)
     assert "evicts by" not in after.found
+
+
+@pytest.mark.parametrize(
+    ("info", "fix"), [({"role": "slave"}, "name its primary"), ({"redis_mode": "cluster"}, "give redis+cluster://")]
+)
+async def test_a_redis_that_takes_no_writes(info: dict[str, str], fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(*_: object) -> tuple[float, dict[str, str]]:
+        return 0.0, {"redis_version": "7.2.4", **info}
+
+    monkeypatch.setattr(doctor, "diagnose", answer)
+    check = await doctor.redis_at("redis://here", None, None)
+    assert (check.status, fix in check.fix) == ("fail", True)
+    assert (await doctor.redis_at("redis+cluster://here", None, None)).status == ("fail" if "role" in info else "ok")
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a uid of its own."""
+    for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert doctor.cache_folder() is None
+    assert [check.name for check in doctor.disks()] == ["tmp", "models"]
 
 
 async def test_a_url_of_no_redis() -> None:

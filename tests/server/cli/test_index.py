@@ -125,7 +125,7 @@ async def test_it_reads_a_gateway_and_a_redis_and_empties_a_worker(
         (["--redis", "unix:///nowhere", "--redis-shards", "0"], 2, "--redis-shards: must be at least 1, got 0"),
         (["purge"], 2, "name the worker: headstart index purge WORKER"),
         (["workers", "w0"], 2, "only `purge` takes a worker, got 'w0'"),
-        (["purge", "w0", "--ops-key-file", "/nowhere"], 2, "--ops-key-file: /nowhere: No such file or directory"),
+        (["purge", "w0", "--ops-key-file", "/nowhere"], 2, "--ops-key-file: the file /nowhere: No such file or"),
     ],
 )
 def test_errors_are_reported(

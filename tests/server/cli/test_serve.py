@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from server import config as gateway_config
 from server.cli.common import CommandError
-from server.cli.serve import disk_problem, find_redis_server, parse, redis_command
+from server.cli.serve import check_ports, disk_problem, find_redis_server, parse, redis_command
 
 
 def test_options_of_one_part_are_passed_on() -> None:
@@ -64,7 +65,11 @@ def test_the_ports_make_room_for_an_engine() -> None:
         (["--engine-url", "http://e:1", "--model", "m"], "--model is for own workers"),
         (["--tls-cert", "x"], "--tls-key go together"),
         (["--tls-key", "x"], "--tls-key go together"),
-        (["--port", "8001"], "--port and --ops-port are both 8001"),
+        (["--port", "8001"], "--port 8001 is one of the ops ports"),
+        (["--gateways", "2", "--port", "8002"], "--port 8002 is one of the ops ports"),
+        (["--engine-url", "http://e:99999"], "--engine-url must begin with http"),
+        (["--engine-url", ""], "--engine-url must begin with http"),
+        (["--tokenizer", "t"], "--tokenizer is for the engines of --engine-url"),
         (["--gateways", "2", "--port", "0"], "--gateways 2 needs a --port"),
         (["--gateways", "2", "--ops-port", "65535"], "as many ports from --ops-port up"),
     ],
@@ -72,6 +77,14 @@ def test_the_ports_make_room_for_an_engine() -> None:
 def test_it_refuses(argv: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(argv)
+
+
+@pytest.mark.parametrize(("option", "other"), [("--port", "--ops-port"), ("--ops-port", "--port")])
+def test_a_port_that_is_taken_names_its_option(option: str, other: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        args = parse([option, str(taken.getsockname()[1]), other, "0"])
+        with pytest.raises(OSError, match=f"Address already in use. Choose another {option};"):
+            check_ports(args)
 
 
 @pytest.mark.parametrize(

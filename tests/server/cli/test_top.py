@@ -171,7 +171,7 @@ def test_ops_url() -> None:
 
 
 def test_a_missing_gateway_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["top", "--ops", "ftp://there"]) == 1
+    assert status_of("top", "--ops", "ftp://there") == 2
     assert "ftp://there" in capsys.readouterr().err
     assert cli.main(["top", "--ops", "http://127.0.0.1:1", "--once"]) == 1
     assert "is a gateway running?" in capsys.readouterr().err

@@ -240,14 +240,15 @@ async def test_the_command_sums_logs(
             await post(target.url, chat(), authorization=f"Bearer {key}")
         await post(target.url, chat(max_tokens=-1), **AUTH)
     whole = logged.path.read_text()
-    logged.path.write_text(whole + '{"tenant":"one","ke')
+    torn = '{"tenant":"one","key":"","route":"/","ended_at":1e300}\n{"tenant":"one","ke'
+    logged.path.write_text(whole + torn)
     (other := logged.path.with_name("other.jsonl")).write_text(whole.splitlines()[0] + "\n")
     assert cli.main(["usage", str(logged.path), str(other), "--by", "tenant,key,day", "--json"]) == 0
     captured = capsys.readouterr()
     answer = json.loads(captured.out)
     rows = {row["tenant"]: row for row in answer["usage"]}
-    assert answer["invalid_lines"] == 1
-    assert "1 lines" in captured.err
+    assert answer["invalid_lines"] == 2
+    assert "2 lines" in captured.err
     assert (rows["one"]["requests"], rows["one"]["unfinished"], rows["one"]["key"]) == (4, 1, "notebook")
     assert rows["one"]["prompt_tokens"] == 3 * len(worker.received[0].prompt_ids)
     assert rows["two"]["output_tokens"] == len(worker.reply) + 1

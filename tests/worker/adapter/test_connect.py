@@ -57,7 +57,7 @@ async def test_an_engine_takes_one_adapter(engine_folder: Path) -> None:
             with pytest.raises(ValueError, match="another adapter on this machine serves"):
                 await connected(config(same, events="none"))
         await first.close()
-        await (await connected(config(url))).close()
+        await (await connected(config(f"{url}/v1/"))).close()
 
 
 async def test_the_key_of_the_engine(engine_folder: Path) -> None:

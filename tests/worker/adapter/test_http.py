@@ -6,13 +6,16 @@ import asyncio
 import errno
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from tests.certificates import Authority
 from tests.e2e.serving import free_ports
 from tests.running import listening as raw_listening
 from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http, sse
@@ -37,6 +40,18 @@ async def http(server: ScriptedHttp) -> AsyncIterator[EngineServer]:
 
 async def read(http: EngineServer) -> list[bytes]:
     return [data async for data in http.events("/generate", {"prompt": 1})]
+
+
+async def test_an_unknown_authority_names_the_option(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue("engine", "127.0.0.1"))
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+    client = EngineServer(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", "", None, {})
+    with pytest.raises(EngineLostError, match=r"certificate verify failed.*give its authority as --engine-ca"):
+        await client.model()
+    await client.close()
+    server.close()
 
 
 async def test_events(server: ScriptedHttp, http: EngineServer) -> None:
