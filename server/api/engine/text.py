@@ -180,7 +180,7 @@ class EngineTexts:
                 why = "takes one prompt where the engine writes the text: send several requests"
                 raise unsupported("prompt", why)
         spec = _spec(call, asked, identity, rendered)
-        return PreparedRequest((spec,), EngineFormatter(path), call.streams, ignored)
+        return PreparedRequest((spec,), EngineFormatter(path, spec.request_id, asked.name), call.streams, ignored)
 
     async def _read(self, path: str, body: bytes, identity: Identity) -> _EngineBody | None:
         """Decode and check a body. None: the gateway writes the text itself. Raises ApiError."""
@@ -405,9 +405,13 @@ def _raw(value: object) -> Raw:
 class EngineFormatter(ResponseFormatter):
     """Writes the engine's events as they are."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, id_: str, model: str) -> None:
         self._path = path
         self._names_events = path in (MESSAGES_PATH, RESPONSES_PATH)
+        head = {"id": id_, "object": "response", "created_at": int(time.time()), "model": model}
+        self._response: dict[str, Any] = {**head, "status": "in_progress", "output": []}
+        """What a broken stream of responses shows, under the engine's id: SDKs refuse another one."""
+        self._num_events = 0
 
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:
         return [choice.event for choice in choices]
@@ -423,7 +427,21 @@ class EngineFormatter(ResponseFormatter):
             return super().error_event(error)
         if self._path == MESSAGES_PATH:
             return self._event(anthropic_error(error, CURRENT.get().request_id)[1])
-        return self._event(encode_json(responses_error(error).fields() | {"type": "error"}))
+        error = responses_error(error)
+        failure = {"code": error.code or error.type, "message": error.message}
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": self._response},
+            {"type": "error", "code": error.code, "message": error.message, "param": error.param},
+            {"type": "response.failed", "response": {**self._response, "status": "failed", "error": failure}},
+        ]
+        numbered = enumerate(events[1:] if self._num_events else events, self._num_events)
+        return b"".join([self._event(encode_json(each | {"sequence_number": number})) for number, each in numbered])
 
     def _event(self, data: bytes) -> bytes:
-        return sse(data, str(msgspec.json.decode(data)["type"]) if self._names_events else "")
+        if not self._names_events:
+            return sse(data)
+        event = msgspec.json.decode(data)
+        self._num_events += 1
+        if isinstance(response := event.get("response"), dict):
+            self._response["id"] = response.get("id")
+        return sse(data, str(event["type"]))
