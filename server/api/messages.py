@@ -197,8 +197,7 @@ class MessagesFormatter(ResponseFormatter):
         self._model = request.model
         self._parser = OutputParser(rules)
         self._shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
-        self._is_empty = request.max_tokens == 0
-        """The one token that was generated is not shown."""
+        self.shows_output = request.max_tokens != 0
         self._started = False
         self._open: str | None = None
         """The type of the open block."""
@@ -210,7 +209,7 @@ class MessagesFormatter(ResponseFormatter):
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> tuple[bytes]:
         content: list[dict[str, Any]] = []
         self._last = choices[0]
-        for kind, text in () if self._is_empty else self._parser.feed(choices[0].text, last=True):
+        for kind, text in self._parser.feed(choices[0].text, last=True) if self.shows_output else ():
             if kind == "arguments":
                 self._waits_for_arguments = False
                 content[-1]["input"] = _input(text)
@@ -227,7 +226,7 @@ class MessagesFormatter(ResponseFormatter):
             events += (_event("message_start", message=self._message(response, [])), self.ping)
         for delta in deltas:
             is_last = delta.finish_reason is not None
-            for kind, text in () if self._is_empty else self._parser.feed(delta.text, last=is_last):
+            for kind, text in self._parser.feed(delta.text, last=is_last) if self.shows_output else ():
                 events += self._block_events(kind, text)
             if is_last:
                 self._last = delta
@@ -305,7 +304,7 @@ class MessagesFormatter(ResponseFormatter):
         usage: dict[str, Any] = response.usage()
         cached, num_output = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
         num_thought = usage["completion_tokens_details"]["reasoning_tokens"]
-        if self._is_empty or self._last is None:  # the first event has none: clients add those of the last
+        if not self.shows_output or self._last is None:  # the first event has none: clients add those of the last
             num_output = num_thought = 0
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
@@ -319,7 +318,7 @@ class MessagesFormatter(ResponseFormatter):
         """Return why the answer ended; null before its end."""
         if self._last is None:
             return {"stop_reason": None, "stop_sequence": None}
-        if self._is_empty or self._last.finish_reason == "length":
+        if not self.shows_output or self._last.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(self._last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self._last.stop_reason}
