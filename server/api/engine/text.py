@@ -111,6 +111,7 @@ class _Known(Struct):
     return_token_ids: bool | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
+    metadata: Any = None
 
     @property
     def affinity_key(self) -> str | None:
@@ -200,6 +201,9 @@ class EngineTexts:
                 known = _known_of(body)
             except msgspec.ValidationError as error:  # the engine refuses it in its own words
                 known, body_error = _Known(), error
+            match known.metadata:
+                case {"user_id": str(user_id)} if path == MESSAGES_PATH:
+                    known.user = user_id or known.user
             salt = request_salt(identity, known.cache_salt)
             media = await run_sliced(read_media(fields, path, rules, salt))
         await _check_text(body, media, limit())

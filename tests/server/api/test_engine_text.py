@@ -242,6 +242,14 @@ async def test_other_apis_have_the_clients_model(engines: list[EngineWorker], ev
     assert got == json.loads(json.dumps(event).replace("engine-name", body["model"]))
 
 
+@pytest.mark.parametrize(("path", "session"), [("/v1/messages", "u"), ("/v1/chat/completions", None)])
+async def test_the_user_of_messages_is_a_session(engines: list[EngineWorker], path: str, session: str | None) -> None:
+    async with engine_gateway(engines[0]) as target:
+        assert (await post(target.url, chat(metadata={"user_id": "u"}), path))[0] == 200
+        (key,) = [placement.request.affinity_key for placement in target.router.placements]
+    assert key == (session and f"{engines[0].received[0].tenant}/{session}")
+
+
 def only_of_engine(engine: EngineWorker) -> EngineWorker:
     """Replace the worker's vocabulary by its control tokens."""
     added = json.loads(engine.bundle.tokenizer_json)["added_tokens"]
