@@ -70,7 +70,7 @@ class MessagesEndpoint(ConversationEndpoint[MessagesRequest]):
 async def messages_intent(request: CountTokensRequest, max_tokens: int | None = None) -> ChatIntent:
     """Raises InvalidRequestError."""
     messages, dropped = [], list[Ignored]()
-    if request.system is not None:
+    if request.system:
         messages.append(schema.Message(role="system", content=_text(request.system)))
     async for index, message in sliced(enumerate(request.messages)):
         message.check(f"messages[{index}]")

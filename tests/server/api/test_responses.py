@@ -131,7 +131,7 @@ def test_a_text_after_a_call_is_of_its_message() -> None:
         ([calls["a"], thought, text, calls["b"]], ["I look."]),
         ([before, calls["a"], text, calls["b"]], ["Well.", "I look."]),
     ):
-        request = ResponsesRequest(model="tiny", input=[user, *items, *results])
+        request = ResponsesRequest(model="tiny", instructions="", input=[user, *items, *results])
         messages, _ = messages_of_items(request, ToolSet())
         assert [message.role for message in messages] == ["user", "assistant", "tool", "tool"]
         assert [call.id for call in messages[1].tool_calls or ()] == ["a", "b"]
