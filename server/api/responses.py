@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -22,7 +23,7 @@ from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
 from server.api.prompts.items import responses_intent
 from server.errors import ApiError, responses_error
 from server.http.stream import sse
-from server.request.choice import ChoiceDelta, GenerationSpec
+from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.response import ResponseStream
 from server.schema.decoding import unsupported
 from server.schema.intent import ChatIntent
@@ -116,11 +117,27 @@ class ResponsesFormatter(ResponseFormatter):
 
     def _add(self, delta: ChoiceDelta) -> None:
         is_last = delta.finish_reason is not None
-        parsed = self._parser.feed(delta.text, last=is_last)
-        num_top = self._request.num_top_logprobs
-        if num_top is not None:  # log probabilities of the answer only, not of the reasoning
-            shown = [entry for entry in delta.entries if entry.start >= self._parser.answer_start]
-            self._logprobs += chat_logprobs(self._token_bytes, shown, num_top)
+        *pieces, last = self._pieces(delta)
+        for text, entries in pieces:
+            self._add_piece(text, entries, is_last=False)
+        self._add_piece(*last, is_last=is_last)
+        if is_last:
+            self._status = "incomplete" if delta.finish_reason == "length" else "completed"
+            self._close(self._status)
+
+    def _pieces(self, delta: ChoiceDelta) -> list[tuple[str, Sequence[TokenEntry]]]:
+        """Return the text with its log probabilities, by token: where items end must not depend on the deltas."""
+        entries, begin = delta.entries, self._parser.num_chars
+        if self._request.num_top_logprobs is None or not entries:
+            return [(delta.text, ())]
+        bounds = [0, *(entry.start - begin for entry in entries[1:]), len(delta.text)]
+        return [(delta.text[a:b], [entry]) for (a, b), entry in zip(pairwise(bounds), entries, strict=True)]
+
+    def _add_piece(self, piece: str, entries: Sequence[TokenEntry], *, is_last: bool) -> None:
+        parsed = self._parser.feed(piece, last=is_last)
+        # Log probabilities of the answer only, not of the reasoning.
+        shown = [entry for entry in entries if entry.start >= self._parser.answer_start]
+        self._logprobs += chat_logprobs(self._token_bytes, shown, self._request.num_top_logprobs or 0)
         for kind, text in parsed:
             match kind:
                 case "content":
@@ -139,9 +156,8 @@ class ResponsesFormatter(ResponseFormatter):
                 case "arguments" | "input":
                     self._items[-1][kind] += text
                     self._emit_in_item(f"{_CALL_EVENTS[self._items[-1]['type']]}.delta", delta=text)
-        if is_last:
-            self._status = "incomplete" if delta.finish_reason == "length" else "completed"
-            self._close(self._status)
+        if self._items and self._items[-1]["type"] in _CALL_EVENTS and piece.strip():  # space may begin a text
+            self._logprobs = []
 
     def _close(self, status: str) -> None:
         """End the open item."""
