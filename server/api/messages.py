@@ -140,8 +140,7 @@ def _text(content: str | Sequence[ContentBlock]) -> str | list[schema.TextPart]:
 
 def _part(block: ContentBlock) -> schema.TextPart:
     if block.type not in NOT_TEXT:
-        text = block.text if block.type == "text" else f"Loaded: {block.tool_name}"
-        return schema.TextPart(type="text", text=text)
+        return schema.TextPart(type="text", text=block.text if block.type == "text" else f"Loaded: {block.tool_name}")
     inner = [{"text": part.text} for part in block.content] if isinstance(block.content, list) else block.content
     return schema.text_part(block.type, block.title, block.source, inner)
 
@@ -170,9 +169,7 @@ def _call(block: ContentBlock, field: str) -> schema.ToolCall:
 
 
 def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
-    formatted = request.output_format
-    if formatted is None and request.output_config is not None:
-        formatted = request.output_config.format
+    formatted = request.output_format or (None if request.output_config is None else request.output_config.format)
     return None if formatted is None else schema.ResponseFormat(type="json_schema", schema=formatted.schema)
 
 
@@ -249,29 +246,24 @@ class MessagesFormatter(ResponseFormatter):
             return
         block = self._block(kind, text if kind == "call" else "")
         if kind == "call" or self._open != block["type"]:
-            yield from self._begin(block)
+            yield from self._close()
+            self._open, self._num_blocks = block["type"], self._num_blocks + 1
+            yield _event("content_block_start", index=self._num_blocks - 1, content_block=block)
         if kind == "content":
             yield self._delta(type="text_delta", text=text)
         elif kind == "reasoning" and self._shows_thoughts:
             yield self._delta(type="thinking_delta", thinking=text)
-
-    def _begin(self, block: dict[str, Any]) -> Iterator[bytes]:
-        yield from self._close()
-        self._open = block["type"]
-        self._num_blocks += 1
-        yield _event("content_block_start", index=self._num_blocks - 1, content_block=block)
 
     def _delta(self, **delta: str) -> bytes:
         return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
     def _close(self) -> Iterator[bytes]:
         """End the open block, if any."""
-        if self._open is None:
-            return
         if self._open == "thinking":
             yield self._delta(type="signature_delta", signature="")
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._num_blocks - 1)
         self._open = None
-        yield _event("content_block_stop", index=self._num_blocks - 1)
 
     def _block(self, kind: str, text: str) -> dict[str, Any]:
         """Return a content block. Its text is the name of a call."""

@@ -152,7 +152,7 @@ async def test_errors_are_events_of_the_api(engines: list[EngineWorker], path: s
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_broken_response_has_failed(*, begins: bool) -> None:
     """OpenAI's SDK refuses a stream without a beginning, or with two ids. Codex repeats one without a last event."""
-    formatter = EngineFormatter("/v1/responses", "resp_gateway", "tiny")
+    formatter = EngineFormatter("/v1/responses", "resp_gateway")
     created = {"type": "response.created", "response": {"id": "resp_engine"}, "sequence_number": 0}
     raw = (
         formatter.events(None, [ChoiceDelta(0, "", [], [], None, event=json.dumps(created).encode())])
