@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from array import array
+import struct
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final, Literal
 
@@ -106,17 +105,8 @@ class EmbeddingFormatter(ResponseFormatter):
             )
         )
 
-    def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
-        return b""
-
-    def last_events(self, response: ResponseStream) -> bytes:
-        return b""
-
     def _encoded(self, vector: bytes) -> Any:
         """Write float32, little-endian, as base64 or as numbers."""
         if self._base64:
             return b64encode(vector).decode()
-        numbers = array("f", vector)
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return numbers.tolist()
+        return struct.unpack(f"<{len(vector) // 4}f", vector)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 from starlette.responses import Response
 
-from server.errors import ApiError
+from server.errors import ApiError, responses_error
 from server.http.stream import DONE, PING, sse
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.request import Generation
@@ -69,13 +69,13 @@ class ResponseFormatter(ABC):
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:
         """Write the unstreamed response, in parts where it may be long."""
 
-    @abstractmethod
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
         """Write the server-sent events of new deltas, in parts if they may be long; may be empty."""
+        return b""
 
-    @abstractmethod
     def last_events(self, response: ResponseStream) -> bytes:
         """Write everything after the last delta."""
+        return b""
 
     def error_event(self, error: ApiError) -> bytes:
         """Write the last event of a stream that fails; no [DONE] follows."""
@@ -153,6 +153,19 @@ class ChunkFormatter(ResponseFormatter):
 
 def json_response(value: object, headers: Mapping[str, str] | None = None) -> Response:
     return Response(encode_json(value), media_type="application/json", headers=headers)
+
+
+def broken_response(error: ApiError, response: dict[str, Any], num_events: int) -> bytes:
+    """Return the last events of a stream of responses, and its first if it has none: SDKs and Codex wait for them."""
+    error = responses_error(error)
+    failure = {"code": error.code or error.type, "message": error.message}
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": response},
+        {"type": "error", "param": error.param, **failure},
+        {"type": "response.failed", "response": {**response, "status": "failed", "error": failure}},
+    ]
+    numbered = enumerate(events[1:] if num_events else events, num_events)
+    return b"".join([sse(encode_json(each | {"sequence_number": n}), each["type"]) for n, each in numbered])
 
 
 def response_id(prefix: str) -> str:

@@ -70,7 +70,7 @@ class MessagesEndpoint(ConversationEndpoint[MessagesRequest]):
 async def messages_intent(request: CountTokensRequest, max_tokens: int | None = None) -> ChatIntent:
     """Raises InvalidRequestError."""
     messages, dropped = [], list[Ignored]()
-    if request.system is not None:
+    if request.system:
         messages.append(schema.Message(role="system", content=_text(request.system)))
     async for index, message in sliced(enumerate(request.messages)):
         message.check(f"messages[{index}]")
@@ -140,8 +140,7 @@ def _text(content: str | Sequence[ContentBlock]) -> str | list[schema.TextPart]:
 
 def _part(block: ContentBlock) -> schema.TextPart:
     if block.type not in NOT_TEXT:
-        text = block.text if block.type == "text" else f"Loaded: {block.tool_name}"
-        return schema.TextPart(type="text", text=text)
+        return schema.TextPart(type="text", text=block.text if block.type == "text" else f"Loaded: {block.tool_name}")
     inner = [{"text": part.text} for part in block.content] if isinstance(block.content, list) else block.content
     return schema.text_part(block.type, block.title, block.source, inner)
 
@@ -170,9 +169,7 @@ def _call(block: ContentBlock, field: str) -> schema.ToolCall:
 
 
 def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
-    formatted = request.output_format
-    if formatted is None and request.output_config is not None:
-        formatted = request.output_config.format
+    formatted = request.output_format or (None if request.output_config is None else request.output_config.format)
     return None if formatted is None else schema.ResponseFormat(type="json_schema", schema=formatted.schema)
 
 
@@ -197,8 +194,7 @@ class MessagesFormatter(ResponseFormatter):
         self._model = request.model
         self._parser = OutputParser(rules)
         self._shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
-        self._is_empty = request.max_tokens == 0
-        """The one token that was generated is not shown."""
+        self.shows_output = request.max_tokens != 0
         self._started = False
         self._open: str | None = None
         """The type of the open block."""
@@ -210,7 +206,7 @@ class MessagesFormatter(ResponseFormatter):
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> tuple[bytes]:
         content: list[dict[str, Any]] = []
         self._last = choices[0]
-        for kind, text in () if self._is_empty else self._parser.feed(choices[0].text, last=True):
+        for kind, text in self._parser.feed(choices[0].text, last=True) if self.shows_output else ():
             if kind == "arguments":
                 self._waits_for_arguments = False
                 content[-1]["input"] = _input(text)
@@ -227,7 +223,7 @@ class MessagesFormatter(ResponseFormatter):
             events += (_event("message_start", message=self._message(response, [])), self.ping)
         for delta in deltas:
             is_last = delta.finish_reason is not None
-            for kind, text in () if self._is_empty else self._parser.feed(delta.text, last=is_last):
+            for kind, text in self._parser.feed(delta.text, last=is_last) if self.shows_output else ():
                 events += self._block_events(kind, text)
             if is_last:
                 self._last = delta
@@ -250,29 +246,24 @@ class MessagesFormatter(ResponseFormatter):
             return
         block = self._block(kind, text if kind == "call" else "")
         if kind == "call" or self._open != block["type"]:
-            yield from self._begin(block)
+            yield from self._close()
+            self._open, self._num_blocks = block["type"], self._num_blocks + 1
+            yield _event("content_block_start", index=self._num_blocks - 1, content_block=block)
         if kind == "content":
             yield self._delta(type="text_delta", text=text)
         elif kind == "reasoning" and self._shows_thoughts:
             yield self._delta(type="thinking_delta", thinking=text)
-
-    def _begin(self, block: dict[str, Any]) -> Iterator[bytes]:
-        yield from self._close()
-        self._open = block["type"]
-        self._num_blocks += 1
-        yield _event("content_block_start", index=self._num_blocks - 1, content_block=block)
 
     def _delta(self, **delta: str) -> bytes:
         return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
     def _close(self) -> Iterator[bytes]:
         """End the open block, if any."""
-        if self._open is None:
-            return
         if self._open == "thinking":
             yield self._delta(type="signature_delta", signature="")
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._num_blocks - 1)
         self._open = None
-        yield _event("content_block_stop", index=self._num_blocks - 1)
 
     def _block(self, kind: str, text: str) -> dict[str, Any]:
         """Return a content block. Its text is the name of a call."""
@@ -305,7 +296,7 @@ class MessagesFormatter(ResponseFormatter):
         usage: dict[str, Any] = response.usage()
         cached, num_output = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
         num_thought = usage["completion_tokens_details"]["reasoning_tokens"]
-        if self._is_empty or self._last is None:  # the first event has none: clients add those of the last
+        if not self.shows_output or self._last is None:  # the first event has none: clients add those of the last
             num_output = num_thought = 0
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
@@ -319,7 +310,7 @@ class MessagesFormatter(ResponseFormatter):
         """Return why the answer ended; null before its end."""
         if self._last is None:
             return {"stop_reason": None, "stop_sequence": None}
-        if self._is_empty or self._last.finish_reason == "length":
+        if not self.shows_output or self._last.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(self._last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self._last.stop_reason}

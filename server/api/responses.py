@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -18,19 +19,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.chat import ConversationEndpoint
-from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
+from server.api.formatting import ResponseFormatter, broken_response, chat_logprobs, encode_json
 from server.api.prompts.items import responses_intent
-from server.errors import ApiError, responses_error
+from server.errors import ApiError
 from server.http.stream import sse
-from server.request.choice import ChoiceDelta, GenerationSpec
+from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.response import ResponseStream
 from server.schema.decoding import unsupported
 from server.schema.intent import ChatIntent
 from server.schema.requests import RESPONSES, ResponsesRequest
-from server.schema.tools import ToolName
 from server.text.output_parser import OutputParser, OutputRules, call_id
 
 _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+_ITEM_TYPES: Final = {"function": "function_call", "custom": "custom_tool_call"}
 _CALL_EVENTS: Final = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
 
 
@@ -85,14 +86,8 @@ class ResponsesFormatter(ResponseFormatter):
         return self._take_events()
 
     def error_event(self, error: ApiError) -> bytes:
-        """Write the error, and `response.failed`: Codex repeats a request whose stream ends without that."""
-        error = responses_error(error)
         self._emit_start()
-        self._emit("error", code=error.code, message=error.message, param=error.param)
-        self._status = "failed"
-        failed = {**self._response(None), "error": {"code": error.code or error.type, "message": error.message}}
-        self._emit("failed", response=failed)
-        return self._take_events()
+        return self._take_events() + broken_response(error, self._response(None), self._num_events)
 
     def _emit_start(self) -> None:
         if not self._num_events:
@@ -106,7 +101,7 @@ class ResponsesFormatter(ResponseFormatter):
     def _emit(self, kind: str, **fields: Any) -> None:
         if not self._request.stream:
             return
-        name = kind if kind == "error" else f"response.{kind}"
+        name = f"response.{kind}"
         self._events.append(sse(encode_json({"type": name, "sequence_number": self._num_events, **fields}), name))
         self._num_events += 1
 
@@ -115,12 +110,20 @@ class ResponsesFormatter(ResponseFormatter):
         self._emit(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _add(self, delta: ChoiceDelta) -> None:
-        is_last = delta.finish_reason is not None
-        parsed = self._parser.feed(delta.text, last=is_last)
-        num_top = self._request.num_top_logprobs
-        if num_top is not None:  # log probabilities of the answer only, not of the reasoning
-            shown = [entry for entry in delta.entries if entry.start >= self._parser.answer_start]
-            self._logprobs += chat_logprobs(self._token_bytes, shown, num_top)
+        """Add text token by token where there are log probabilities: items must not depend on how deltas are cut."""
+        is_last, begin = delta.finish_reason is not None, self._parser.num_chars
+        bounds = [0, *(entry.start - begin for entry in delta.entries[1:]), len(delta.text)]
+        for at, (start, end) in enumerate(pairwise(bounds), 1):
+            is_end = is_last and at == len(bounds) - 1
+            self._add_piece(delta.text[start:end], delta.entries[at - 1 : at], is_last=is_end)
+        if is_last:
+            self._status = "incomplete" if delta.finish_reason == "length" else "completed"
+            self._close(self._status)
+
+    def _add_piece(self, piece: str, entries: Sequence[TokenEntry], *, is_last: bool) -> None:
+        parsed = self._parser.feed(piece, last=is_last)
+        shown = [entry for entry in entries if entry.start >= self._parser.answer_start]  # not of the reasoning
+        self._logprobs += chat_logprobs(self._token_bytes, shown, self._request.num_top_logprobs or 0)
         for kind, text in parsed:
             match kind:
                 case "content":
@@ -135,13 +138,15 @@ class ResponsesFormatter(ResponseFormatter):
                 case "call":
                     self._logprobs = []  # those of the call's markup: a call has no field for them
                     self._close("completed")
-                    self._begin_call(self._rules.client_name(text))
+                    name = self._rules.client_name(text)
+                    space = {} if name.namespace is None else {"namespace": name.namespace}
+                    key = "input" if name.kind == "custom" else "arguments"
+                    self._begin(_ITEM_TYPES[name.kind], name=name.name, call_id=call_id(), **{key: ""}, **space)
                 case "arguments" | "input":
                     self._items[-1][kind] += text
                     self._emit_in_item(f"{_CALL_EVENTS[self._items[-1]['type']]}.delta", delta=text)
-        if is_last:
-            self._status = "incomplete" if delta.finish_reason == "length" else "completed"
-            self._close(self._status)
+        if self._items and self._items[-1]["type"] in _CALL_EVENTS and piece.strip():  # space may begin a text
+            self._logprobs = []
 
     def _close(self, status: str) -> None:
         """End the open item."""
@@ -170,18 +175,12 @@ class ResponsesFormatter(ResponseFormatter):
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             if kind == "message":
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                self._begin(kind, role="assistant", content=[])
-            else:
-                self._begin(kind, summary=[], content=[])
+            own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            self._begin(kind, **own, content=[])
             self._items[-1]["content"].append(part)
             self._emit_in_item("content_part.added", content_index=0, part=part)
         opened: dict[str, Any] = self._items[-1]["content"][0]
         return opened
-
-    def _begin_call(self, name: ToolName) -> None:
-        space = {} if name.namespace is None else {"namespace": name.namespace}
-        type_, text = ("custom_tool_call", "input") if name.kind == "custom" else ("function_call", "arguments")
-        self._begin(type_, name=name.name, call_id=call_id(), **{text: ""}, **space)
 
     def _begin(self, kind: str, **fields: Any) -> None:
         item = {"id": f"{_ID_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}

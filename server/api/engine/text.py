@@ -28,7 +28,7 @@ from server.api.engine.control import check_control_tokens
 from server.api.engine.media import CHAT_PATH, Media, read_media, with_small_images
 from server.api.engine.prompts import EnginePrompts
 from server.api.engine.shapes import LEADS, TEXTS, EngineShapes
-from server.api.formatting import ResponseFormatter, decoded, encode_json, response_id
+from server.api.formatting import ResponseFormatter, broken_response, decoded, encode_json, response_id
 from server.api.pooling import ENGINE_PATHS, head_of
 from server.api.prompts.client_lines import body_without_line
 from server.api.prompts.ignored_tools import IgnoredTools
@@ -46,7 +46,6 @@ from server.errors import (
     RevisionGoneError,
     UnavailableError,
     anthropic_error,
-    responses_error,
 )
 from server.event_loop import run_sliced
 from server.http.stream import DONE, sse
@@ -110,6 +109,7 @@ class _Known(Struct):
     return_token_ids: bool | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
+    metadata: Any = None
 
     @property
     def affinity_key(self) -> str | None:
@@ -176,10 +176,9 @@ class EngineTexts:
             with trace_stage("tokenise"):
                 rendered = await self._prompt(call, sent, asked)
             if len(rendered.prompts) != 1:
-                why = "takes one prompt where the engine writes the text: send several requests"
-                raise unsupported("prompt", why)
+                raise unsupported("prompt", "takes one prompt where the engine writes the text: send several requests")
         spec = _spec(call, asked, identity, rendered)
-        return PreparedRequest((spec,), EngineFormatter(path), call.streams, ignored)
+        return PreparedRequest((spec,), EngineFormatter(path, spec.request_id), call.streams, ignored)
 
     async def _read(self, path: str, body: bytes, identity: Identity) -> _EngineBody | None:
         """Decode and check a body. None: the gateway writes the text itself. Raises ApiError."""
@@ -199,6 +198,8 @@ class EngineTexts:
                 known = _known_of(body)
             except msgspec.ValidationError as error:  # the engine refuses it in its own words
                 known, body_error = _Known(), error
+            if path == MESSAGES_PATH and isinstance(known.metadata, dict):
+                known.user = known.metadata.get("user_id") or known.user
             salt = request_salt(identity, known.cache_salt)
             media = await run_sliced(read_media(fields, path, rules, salt))
         await _check_text(body, media, limit())
@@ -316,11 +317,10 @@ async def _check_text(body: bytes, media: Media, limit: TextLimit) -> None:
 def _refusal(error: WorkerRefused) -> ApiError:
     """Return the client's error for an engine that refuses to render a prompt, in the engine's words."""
     failed = error.failed
-    if failed.code == "context_length_exceeded":
-        return InvalidRequestError(failed.message, param=failed.param, code=failed.code)
-    if failed.code == "invalid_request":
-        return InvalidRequestError(failed.message, param=failed.param)
-    return InternalError("The engine met an internal error.")
+    if failed.code not in ("context_length_exceeded", "invalid_request"):
+        return InternalError("The engine met an internal error.")
+    code = None if failed.code == "invalid_request" else failed.code
+    return InvalidRequestError(failed.message, param=failed.param, code=code)
 
 
 def _is_sent(path: str, name: str) -> bool:
@@ -404,9 +404,12 @@ def _raw(value: object) -> Raw:
 class EngineFormatter(ResponseFormatter):
     """Writes the engine's events as they are."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, id_: str) -> None:
         self._path = path
         self._names_events = path in (MESSAGES_PATH, RESPONSES_PATH)
+        self._response: dict[str, Any] = {"id": id_, "object": "response", "status": "in_progress", "output": []}
+        """The response that a broken stream shows. It gets the id that the engine gave: SDKs refuse another one."""
+        self._num_events = 0
 
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:
         return [choice.event for choice in choices]
@@ -422,7 +425,11 @@ class EngineFormatter(ResponseFormatter):
             return super().error_event(error)
         if self._path == MESSAGES_PATH:
             return self._event(anthropic_error(error, CURRENT.get().request_id)[1])
-        return self._event(encode_json(responses_error(error).fields() | {"type": "error"}))
+        return broken_response(error, self._response, self._num_events)
 
     def _event(self, data: bytes) -> bytes:
-        return sse(data, str(msgspec.json.decode(data)["type"]) if self._names_events else "")
+        if not self._names_events:
+            return sse(data)
+        event, self._num_events = msgspec.json.decode(data), self._num_events + 1
+        self._response["id"] = (event.get("response") or self._response).get("id")
+        return sse(data, str(event["type"]))

@@ -107,7 +107,7 @@ def _tools_of_items(items: str | Sequence[InputItem]) -> list[ToolSpec | Ignored
 
 def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[list[schema.Message], tuple[Ignored, ...]]:
     """Return the messages, and the items that are left out. Raises InvalidRequestError."""
-    messages = [] if request.instructions is None else [schema.Message(role="system", content=request.instructions)]
+    messages = [schema.Message(role="system", content=request.instructions)] if request.instructions else []
     dropped: list[Ignored] = []
     items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     if not items:

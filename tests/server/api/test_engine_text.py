@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from server.api.engine.text import EngineFormatter
+from server.errors import WorkerLostError
+from server.request.choice import ChoiceDelta
 from tests.server.api.engine_worker import USAGE, WORDS, EngineWorker, engine_gateway, text_of
 from tests.server.scripted_worker import Die, script_of
 from tests.server.sse_grammar import events
@@ -145,10 +148,28 @@ async def test_errors_are_events_of_the_api(engines: list[EngineWorker], path: s
     async with engine_gateway(*engines) as target:
         body = {"model": "tiny", "input": "Hi", "stream": True} if path == "/v1/responses" else chat(stream=True)
         _, _, raw = await post(target.url, body, path)
-    first, last = raw.decode().strip().split("\n\n")
+    first, error, *_ = raw.decode().strip().split("\n\n")
     assert first.startswith("event: message_start\n")
-    assert last.startswith("event: error\n")
-    assert json.loads(last.split("data: ")[1])["type"] == "error"
+    assert error.startswith("event: error\n")
+    assert json.loads(error.split("data: ")[1])["type"] == "error"
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_broken_response_has_failed(*, begins: bool) -> None:
+    """OpenAI's SDK refuses a stream without a beginning, or with two ids. Codex repeats one without a last event."""
+    formatter = EngineFormatter("/v1/responses", "resp_gateway")
+    created = {"type": "response.created", "response": {"id": "resp_engine"}, "sequence_number": 0}
+    raw = (
+        formatter.events(None, [ChoiceDelta(0, "", [], [], None, event=json.dumps(created).encode())])
+        if begins
+        else b""
+    )  # type: ignore[arg-type]
+    raw += formatter.error_event(WorkerLostError("lost"))
+    first, error, failed = [json.loads(each.partition("data: ")[2]) for each in raw.decode().strip().split("\n\n")]
+    assert [each["sequence_number"] for each in (first, error, failed)] == [0, 1, 2]
+    assert (first["type"], error["type"], failed["type"]) == ("response.created", "error", "response.failed")
+    assert first["response"]["id"] == failed["response"]["id"] == ("resp_engine" if begins else "resp_gateway")
+    assert failed["response"]["error"] == {"code": "worker_lost", "message": "lost"}
 
 
 async def test_an_unstreamed_answer_begins_again(engines: list[EngineWorker]) -> None:
@@ -227,6 +248,14 @@ async def test_other_apis_have_the_clients_model(engines: list[EngineWorker], ev
         assert inner["id"].startswith("msg_")
         inner["id"] = "w-0"
     assert got == json.loads(json.dumps(event).replace("engine-name", body["model"]))
+
+
+@pytest.mark.parametrize(("path", "session"), [("/v1/messages", "u"), ("/v1/chat/completions", None)])
+async def test_the_user_of_messages_is_a_session(engines: list[EngineWorker], path: str, session: str | None) -> None:
+    async with engine_gateway(engines[0]) as target:
+        assert (await post(target.url, chat(metadata={"user_id": "u"}), path))[0] == 200
+        (key,) = [placement.request.affinity_key for placement in target.router.placements]
+    assert key == (session and f"{engines[0].received[0].tenant}/{session}")
 
 
 def only_of_engine(engine: EngineWorker) -> EngineWorker:

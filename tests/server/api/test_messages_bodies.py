@@ -60,6 +60,8 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"messages": [{**SYSTEM, "content": "Be\nkind."}, user()]},
     ),
     "system in between": ({"messages": [user(), SYSTEM, user()]}, {"messages": [user(), SYSTEM, user()]}),
+    "an empty system": ({"system": "", "messages": [user()]}, {"messages": [user()]}),
+    "a system without blocks": ({"system": [], "messages": [user()]}, {"messages": [user()]}),
     "turns in a row": ({"messages": [user("a"), user("b")]}, {"messages": [user("a"), user("b")]}),
     "thoughts": (
         {

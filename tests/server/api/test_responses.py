@@ -106,6 +106,18 @@ async def test_log_probabilities_of_the_answer_alone(says: Says) -> None:
         assert {len(token.top_logprobs) for token in logprobs} == {num_top}
 
 
+async def test_log_probabilities_are_not_those_of_calls(says: Says) -> None:
+    async with gateway(says(f"{CALL}\nDone.")) as target, client(target) as sdk:
+        answer = await sdk.responses.create(model="tiny", input="x", tools=[TOOL], top_logprobs=1)
+        async with sdk.responses.stream(model="tiny", input="x", tools=[TOOL], top_logprobs=1) as stream:
+            final = await stream.get_final_response()
+    for response in (answer, final):
+        before, _, after = response.output
+        for message, end in ((before, ""), (after, "<|im_end|>")):
+            part: Any = message.content[0]  # type: ignore[union-attr]
+            assert "".join(each.token for each in part.logprobs) == part.text + end
+
+
 async def test_thousands_of_calls_in_a_row_are_one_message() -> None:
     """They take linear time: each adds to the message before it."""
     items = [InputItem(type="function_call", call_id=f"c{n}", name="f", arguments="{}") for n in range(50_000)]
@@ -131,7 +143,7 @@ def test_a_text_after_a_call_is_of_its_message() -> None:
         ([calls["a"], thought, text, calls["b"]], ["I look."]),
         ([before, calls["a"], text, calls["b"]], ["Well.", "I look."]),
     ):
-        request = ResponsesRequest(model="tiny", input=[user, *items, *results])
+        request = ResponsesRequest(model="tiny", instructions="", input=[user, *items, *results])
         messages, _ = messages_of_items(request, ToolSet())
         assert [message.role for message in messages] == ["user", "assistant", "tool", "tool"]
         assert [call.id for call in messages[1].tool_calls or ()] == ["a", "b"]

@@ -137,10 +137,18 @@ async def test_ranks_count_what_the_engine_counts(bundle: TokenizerBundle, logge
     assert {request.weight for request in worker.received} == {4.0}
 
 
-async def test_scored_prompts_have_no_output(worker: ScriptedWorker, logged: Logged) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "The capital", "echo": True, "logprobs": 1}),
+        ("/v1/messages", {"messages": BODIES["/v1/messages"]["messages"]}),
+    ],
+)
+async def test_scored_prompts_have_no_output(
+    worker: ScriptedWorker, logged: Logged, path: str, fields: dict[str, Any]
+) -> None:
     async with logging_gateway(logged, worker) as target:
-        body = {"model": "tiny", "prompt": "The capital", "max_tokens": 0, "echo": True, "logprobs": 1}
-        status, _, raw = await post(target.url, body, "/v1/completions", **AUTH)
+        status, _, raw = await post(target.url, {"model": "tiny", "max_tokens": 0} | fields, path, **AUTH)
     assert status == 200, raw
     (line,) = logged.lines()
     assert (line["prompt_tokens"], line["output_tokens"]) == usage_of(raw, stream=False)
