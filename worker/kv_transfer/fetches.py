@@ -84,8 +84,7 @@ class PrefixFetch:
 
     def num_fetched_blocks(self, num_cached: int) -> dict[str, int]:
         """Return the blocks that came and are among the first `num_cached` of the chain, by place."""
-        num_present = min(self.num_arrived, num_cached)
-        counts = {source.place: min(num_present, source.stop) - source.start for source in self.sources}
+        counts = {each.place: min(self.num_arrived, num_cached, each.stop) - each.start for each in self.sources}
         return {place: count for place, count in counts.items() if count > 0}
 
 
