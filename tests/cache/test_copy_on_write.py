@@ -6,7 +6,8 @@ import pytest
 
 from cache.allocators import PrefixCache, make_allocator
 from cache.allocators.base import Allocation, Allocator, BlockCopy
-from cache.hashing import Namespace
+from cache.allocators.hash import HashAllocator
+from cache.hashing import Namespace, hash_chain
 
 ROOT = Namespace("model", "main", "tokenizer", 4).root(salt=b"tenant")
 KINDS = pytest.mark.parametrize("kind", ["hash", "radix", "off"])
@@ -55,6 +56,20 @@ def test_unwritten_room_is_replaced_without_a_copy(kind: PrefixCache) -> None:
     assert fork.block_table[0] == allocation.block_table[0]
     assert set(fork.block_table[1:]).isdisjoint(allocation.block_table[1:])
     allocator.check_integrity()
+
+
+def test_nothing_is_reserved_while_copies_are_owed() -> None:
+    """The fork yields in the step that copies for it: a fetch would write into both blocks before the copy."""
+    allocator = HashAllocator(5, 4)
+    first = prefill(allocator, 6)
+    second = first.fork()
+    assert first.extend(7)
+    second.free()
+    chain = hash_chain(ROOT, range(100, 108), 4)
+    assert allocator.num_free_blocks == len(chain)
+    assert allocator.reserve(ROOT, chain) is None
+    assert allocator.take_copies()
+    assert allocator.reserve(ROOT, chain) is not None
 
 
 @KINDS

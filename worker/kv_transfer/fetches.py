@@ -82,9 +82,9 @@ class PrefixFetch:
     waits_at: Interruptible | None = None
     """The reader of the thread, if it may wait. Under `lock`."""
 
-    def num_fetched_blocks(self) -> dict[str, int]:
-        """Return the blocks that came, by place."""
-        counts = {source.place: min(self.num_arrived, source.stop) - source.start for source in self.sources}
+    def num_fetched_blocks(self, num_cached: int) -> dict[str, int]:
+        """Return the blocks that came and are among the first `num_cached` of the chain, by place."""
+        counts = {each.place: min(self.num_arrived, num_cached, each.stop) - each.start for each in self.sources}
         return {place: count for place, count in counts.items() if count > 0}
 
 
@@ -101,7 +101,7 @@ class SharedFetch:
         is_over = self.fetch.ended or self.fetch.allocation.num_filled >= self.num_needed
         return is_over or time.monotonic() >= self.limit_s
 
-    def num_fetched_blocks(self) -> dict[str, int]:
+    def num_fetched_blocks(self, num_cached: int) -> dict[str, int]:
         return {}
 
 

@@ -209,11 +209,11 @@ class KVTransfers:
 
     def _fetched(self, fetch: PrefixFetch) -> None:
         end = "complete" if fetch.num_arrived == len(fetch.links) else "short" if fetch.finished else "late"
-        self._metrics.count_fetch(end, fetch.num_fetched_blocks(), self._allocator.block_size, self._pool.num_bytes)
+        blocks = fetch.num_fetched_blocks(fetch.num_arrived)
+        self._metrics.count_fetch(end, blocks, self._allocator.block_size, self._pool.num_bytes)
         if (adopted := self._adoptions.pop(fetch, None)) is not None:
-            num_blocks = sum(fetch.num_fetched_blocks().values())
             # Resolve in the next turn, after this one has reported the blocks, so that a joining worker publishes them.
-            self.mailbox.put(partial(adopted.set_result, num_blocks), adopted.set_exception)
+            self.mailbox.put(partial(adopted.set_result, sum(blocks.values())), adopted.set_exception)
         for store in self._stores:  # a damaged record is dropped
             self._report(store)
 

@@ -194,8 +194,8 @@ class FetchProgress(Protocol):
     def ended(self) -> bool:
         """Return whether nothing more will come."""
 
-    def num_fetched_blocks(self) -> dict[str, int]:
-        """Return the blocks that came for the sequence, by place."""
+    def num_fetched_blocks(self, num_cached: int) -> dict[str, int]:
+        """Return the blocks that came for the sequence and are among its first `num_cached`, by place."""
 
 
 @dataclass(slots=True, eq=False)
@@ -315,11 +315,11 @@ class TokenSequence:
         """Mark the request as started with this sequence, and how much of its prompt was cached."""
         self.request.started_s = now_s
         self.request.num_cached_tokens = min(self.num_computed, len(self.request.prompt_ids))
-        self.request.fetched_tokens = self.fetched_tokens(block_size)
+        self.request.fetched_tokens = self.fetched_tokens(self.num_computed // block_size, block_size)
 
-    def fetched_tokens(self, block_size: int) -> dict[str, int] | None:
-        """Return the tokens that its own fetch brought, by place. None: it brought none."""
-        blocks = {} if self.fetch is None else self.fetch.num_fetched_blocks()
+    def fetched_tokens(self, num_cached_blocks: int, block_size: int) -> dict[str, int] | None:
+        """Return the cached tokens that its own fetch brought, by place. None: there are none."""
+        blocks = {} if self.fetch is None else self.fetch.num_fetched_blocks(num_cached_blocks)
         return {place: count * block_size for place, count in blocks.items()} or None
 
     def release(self) -> None:

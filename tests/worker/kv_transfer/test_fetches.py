@@ -100,6 +100,9 @@ class Fetches:
             assert self.copier.blocks[block_id] == block_hash, "a findable block has other contents"
         return len(found)
 
+    def fetched_tokens(self, sequence: TokenSequence) -> dict[str, int] | None:
+        return sequence.fetched_tokens(self.num_cached(sequence), BLOCK_SIZE)
+
     def start(self, sequence: TokenSequence) -> bool:
         return self.queue.start(sequence, self.num_cached(sequence))
 
@@ -136,9 +139,22 @@ def test_what_is_fetched_is_found(make_fetches) -> None:
     assert fetches.start(sequence)
     assert sequence.is_fetching
     assert fetches.run(sequence) == 5
-    assert sequence.fetched_tokens(BLOCK_SIZE) == {"s0": 3 * BLOCK_SIZE, "s1": 2 * BLOCK_SIZE}
+    assert fetches.fetched_tokens(sequence) == {"s0": 3 * BLOCK_SIZE, "s1": 2 * BLOCK_SIZE}
     assert not fetches.start(sequence), "once is enough"
     fetches.assert_idle()
+
+
+def test_fetched_blocks_that_were_evicted_do_not_count(make_fetches) -> None:
+    """A sequence for which the batch has no place may be admitted long after its fetch."""
+    fetches = make_fetches(Source(num_held=3), Source(num_held=5))
+    sequence = fetches.sequence(6)
+    assert fetches.start(sequence)
+    assert fetches.run(sequence) == 5
+    held = fetches.allocator.allocate(BLOCK_SIZE * (NUM_BLOCKS - 1 - 4), [], ROOT, reuse=False)
+    assert held is not None
+    assert fetches.num_cached(sequence) == 4
+    assert fetches.fetched_tokens(sequence) == {"s0": 3 * BLOCK_SIZE, "s1": BLOCK_SIZE}
+    held.free()
 
 
 def test_a_reader_that_hangs_ends_the_fetch_late(make_fetches) -> None:
@@ -175,7 +191,7 @@ def test_what_came_before_the_deadline_stays(make_fetches) -> None:
         source.entered.acquire()
     fetches.queue.poll(fetches.queue.active[0].deadline_s)
     assert fetches.num_cached(sequence) == 2
-    assert sequence.fetched_tokens(BLOCK_SIZE) == {"s0": 2 * BLOCK_SIZE}
+    assert fetches.fetched_tokens(sequence) == {"s0": 2 * BLOCK_SIZE}
     fetches.assert_idle()
 
 
@@ -266,7 +282,7 @@ def test_two_sequences_with_a_common_prefix_fetch_it_once(make_fetches) -> None:
     assert fetches.start(other), "the rest is its own"
     assert fetches.run(other) == 5
     assert len(source.read_blocks) == len(set(source.read_blocks)) == 6
-    assert other.fetched_tokens(BLOCK_SIZE) == {"s0": BLOCK_SIZE}
+    assert fetches.fetched_tokens(other) == {"s0": BLOCK_SIZE}
     fetches.assert_idle()
 
 
@@ -280,8 +296,8 @@ def test_tokens_of_anothers_fetch_are_not_its_own(make_fetches) -> None:
     source.gate.set()
     assert fetches.run(one) == 4
     assert not fetches.start(other), "its last block is nowhere"
-    assert one.fetched_tokens(BLOCK_SIZE) == {"s0": 4 * BLOCK_SIZE}
-    assert other.fetched_tokens(BLOCK_SIZE) is None
+    assert fetches.fetched_tokens(one) == {"s0": 4 * BLOCK_SIZE}
+    assert fetches.fetched_tokens(other) is None
 
 
 def test_what_may_reuse_nothing_waits_for_no_fetch(make_fetches) -> None:
@@ -351,7 +367,7 @@ def test_a_request_with_a_peer_takes_over_a_background_fetch(make_fetches) -> No
     assert fetches.start(sequence)
     assert fetch.ended
     assert fetches.run(sequence) == 5
-    assert sequence.fetched_tokens(BLOCK_SIZE) == {"s0": 3 * BLOCK_SIZE}
+    assert fetches.fetched_tokens(sequence) == {"s0": 3 * BLOCK_SIZE}
     slow.gate.set()
     assert slow.closing.acquire(timeout=HANG_S)
     assert slow.rate.tokens_per_s(time.monotonic()) == 1e6

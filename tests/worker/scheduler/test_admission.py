@@ -12,7 +12,7 @@ from tests.worker.scheduler.engine import HandEngine, generate
 class EndedFetch:
     ended = True
 
-    def num_fetched_blocks(self) -> dict[str, int]:
+    def num_fetched_blocks(self, num_cached: int) -> dict[str, int]:
         return {"peer": 1}
 
 
