@@ -153,7 +153,6 @@ class RedisClient:
             connection = await self._endpoint.open(self._reply_limit)
         self._connection = connection
         self._outbox.clear()
-        self._wake.clear()
         self._on_change(True)
         self._reconnect_reason = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as group:

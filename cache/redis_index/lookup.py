@@ -373,8 +373,7 @@ class Shard:
                 self.succeeded()
 
     def _connection_changed(self, up: bool) -> None:
-        self._version = None
-        self._queries.clear()
+        self._version = None  # the next refresh drops the queries
         self._evalsha = b"EVALSHA_RO"
         self._hvals_refused = False
         if up:

@@ -84,8 +84,6 @@ class IndexWriter:
 
     def begin_epoch(self, member: WorkerMember) -> None:
         """Replace the member. The next rewrite unlinks the old epoch's sets."""
-        if member.worker_id != self.member.worker_id:
-            raise ValueError(f"worker_id {member.worker_id!r}: this writer is {self.member.worker_id!r}")
         self._describe(member)
         self.in_doubt = True
 

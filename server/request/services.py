@@ -30,7 +30,7 @@ class RequestServices:
     queue: RequestQueue[Any]
     budget: RetryBudget = field(default_factory=RetryBudget)
     poison: PoisonCache = field(default_factory=PoisonCache)
-    is_served: Callable[[ServedModel], bool] = lambda model: True
+    is_served: Callable[[ServedModel], bool]
     """Returns whether requests are still prepared for this revision of a model."""
-    is_learning: Callable[[str], bool] = lambda name: False
+    is_learning: Callable[[str], bool]
     """Returns whether this gateway learns another revision of a model, which has a ready worker."""

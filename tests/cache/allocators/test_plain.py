@@ -53,5 +53,6 @@ def test_below_the_window_blocks_are_added() -> None:
 
 
 def test_a_bad_window_is_named() -> None:
+    assert PlainAllocator(12, 2, window_size=1).num_blocks_for(9) == 1
     with pytest.raises(ValueError, match="window_size"):
         PlainAllocator(12, 2, window_size=0)

@@ -97,6 +97,7 @@ def test_generated_tokens_extend_one_node() -> None:
         assert allocation.extend(len(tokens))
     assert len(list(allocator.trie.nodes())) == 2
     assert allocator.find(tokens, ROOT) == 11
+    assert allocator.trie.time == 11, "the allocation and each commit count as a use"
     allocator.check_integrity()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -116,18 +117,19 @@ async def test_replies_out_of_step_are_detected_under_constant_load(surplus: byt
         broken.cancel()
 
 
-async def test_oversized_reply_is_refused() -> None:
+@pytest.mark.parametrize(("kind", "refusal"), [(b"$", "more than"), (b"*", "millions of elements")])
+async def test_oversized_reply_is_refused(kind: bytes, refusal: str) -> None:
     size = MAX_REPLY_BYTES + (1 << 20)  # its beginning may be read together with the reply before it
     sent = []
 
     def answer(words: list[bytes]) -> bytes:
         if words[0] == b"HUGE" and not sent:
             sent.append(size)
-            return b"$%d\r\n" % size + bytes(size) + b"\r\n"
+            return b"%b%d\r\n" % (kind, size) + bytes(size) + b"\r\n"
         return sane(words)
 
     async with connected(answer, stall_s=HANG_S) as (_, client, garbage):
-        with pytest.raises(RedisDownError, match="more than"):
+        with pytest.raises(RedisDownError, match=refusal):
             await call(client, "HUGE")
         assert garbage == ["invalid"]
         await until(lambda: client.up)
@@ -159,11 +161,13 @@ async def test_cancellation_during_a_failure_is_not_lost(monkeypatch: pytest.Mon
     assert task.cancelled()
 
 
-async def test_silent_server_is_dropped() -> None:
+async def test_silent_server_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     async with connected(lambda words: b"") as (scripted, client, _):
         with pytest.raises(RedisDownError, match="no reply for"):
             await call(client, "HELLO")
         await until(lambda: scripted.num_connections > 1)
+        gc.collect()
+        assert "never retrieved" not in caplog.text
 
 
 async def test_number_of_waiting_commands_is_limited() -> None:
@@ -192,7 +196,8 @@ async def test_a_diagnosis_closes_its_connection(reply: bytes, fields: dict[str,
         writer.close()
 
     async with listening(serve) as port:
-        ping_s, info = await diagnose(f"redis://127.0.0.1:{port}", ClientSettings(connect_timeout_s=HANG_S))
+        url = f"redis://127.0.0.1:{port}?decode_responses=True"
+        ping_s, info = await diagnose(url, ClientSettings(connect_timeout_s=HANG_S))
         assert ping_s > 0
         assert info == fields
         async with asyncio.timeout(HANG_S):

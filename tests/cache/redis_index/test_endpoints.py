@@ -180,7 +180,7 @@ async def test_sentinel_promotes_the_replica(folder: Path) -> None:
         await until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"))
         sentinel = await asyncio.create_subprocess_exec(REDIS_7, str(config), "--sentinel")
         try:
-            url = f"redis+sentinel://127.0.0.1:{watch}/index"
+            url = f"redis+sentinel://:{watch}/index"  # of this host
             writer = IndexWriter(url, member("w"), WriterSettings(timeout_s=HANG_S, lease_s=600.0))
             index = RedisIndex(url, ReaderSettings(poll_s=0.05, breaker_probe_s=0.05))
             async with running(writer, index):

@@ -157,13 +157,16 @@ def num_bytes_sent(server: RedisServer) -> int:
     return int(line.partition(b":")[2])
 
 
-async def test_registry_of_the_wrong_type_is_survived(redis_server: RedisServer) -> None:
+async def test_registry_of_the_wrong_type_is_survived(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     redis_server.command("SET", "{headstart:0}:states", "x")
     redis_server.command("SADD", "{headstart:0}:version", "x")
     redis_server.command("RPUSH", "{headstart:0}:members", "x")
     index = RedisIndex(redis_server.url, EAGER)
     async with linked(index):
         assert not await matches(index, chain(3))
+        assert "the registry cannot be read: WRONGTYPE" in caplog.text
 
 
 async def test_shards_are_read_together(redis_server: RedisServer) -> None:
@@ -233,7 +236,8 @@ async def test_a_killed_redis_costs_little_and_comes_back(own_redis: RedisServer
     hashes = chain(10)
     writer = IndexWriter(own_redis.url, member(), LASTING)
     events: list[str] = []
-    index = RedisIndex(own_redis.url, ReaderSettings(breaker_probe_s=0.05), count=events.append)
+    settings = ReaderSettings(breaker_probe_s=0.05, max_refresh_age_s=3600.0)
+    index = RedisIndex(own_redis.url, settings, count=events.append)
     async with linked(writer, index):
         await hold(hashes, index, writer)
         own_redis.kill()

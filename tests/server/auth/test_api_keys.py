@@ -295,6 +295,7 @@ def test_tokens_a_minute_may_be_overdrawn() -> None:
     usage.take("tokens", 400)
     assert (b"x-ratelimit-remaining-tokens", b"200") in usage.headers()
     usage.add_tokens(260)
+    assert usage._allotments["tokens"].demand.at(now_s) == 660.0
     with pytest.raises(OverloadedError) as refused:
         usage.take("tokens", 40)
     assert refused.value.retry_after_s == pytest.approx(10.0)

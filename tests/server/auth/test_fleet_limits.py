@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from server.auth.fleet_limits import GONE_S, Allotment, AllotmentUse
+from server.auth.fleet_limits import GONE_S, HELD_S, Allotment, AllotmentUse
 from server.auth.shared_limits import JOIN_S, PERIOD_S
 from server.errors import OverloadedError
 from tests.server.auth.limits_machine import NUM_GATEWAYS, Episode, Fleet, arrivals, entry
@@ -162,6 +162,15 @@ def test_only_allotments_in_use_are_published() -> None:
     rate.take(0.0, 1.0)
     assert rate.use(0.0) == AllotmentUse(299.0, 0, 1.0)
     assert rate.use(60.0) is None, "full again"
+
+
+def test_who_takes_the_place_of_a_killed_gateway_begins_with_nothing() -> None:
+    """What the other had left is unknown."""
+    fleet = Fleet({"k": entry(requests_per_minute=600)}, 2, min_gateways=2)
+    fleet.kill("g1")
+    fleet.advance(fleet.now_s + HELD_S)
+    fleet.start("g2")
+    assert fleet.gateways["g2"][0].allotments["k/requests"].left(fleet.now_s) < 1.0
 
 
 def test_a_killed_gateway_has_a_share_for_15_minutes() -> None:

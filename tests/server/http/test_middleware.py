@@ -32,7 +32,7 @@ class Served:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.paths.append(scope["path"])
         context = CURRENT.get()
-        context.route = "/v1/models"
+        context.route = scope["path"] if scope["path"] == "/v1/models" else "other"
         context.account = self._account
         if self._error is not None:
             raise self._error
@@ -74,6 +74,7 @@ async def test_the_headers_say_how_long_it_took() -> None:
     headers = await Served().ask()
     assert 0 <= int(headers["openai-processing-ms"]) <= 1e3 * (time.perf_counter() - begun_s)
     assert headers["x-request-id"]
+    assert "request-id" not in headers, "it is Anthropic's"
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -94,9 +95,12 @@ async def test_the_log_has_a_line_with_the_answers_counts(caplog: pytest.LogCapt
     account.cached_tokens["pool"] = 5
     with caplog.at_level(logging.INFO, "server.access"):
         await Served(account=account).ask()
-    [line] = [record.getMessage() for record in caplog.records if record.name == "server.access"]
+        await Served().ask("/none")
+        await Served(InvalidRequestError("no")).ask("/none")
+    [line, refused] = [record.getMessage() for record in caplog.records if record.name == "server.access"]
     for part in ("client=10.0.0.7", "route=/v1/models", "status=200", "worker=w0", "prompt_tokens=7"):
         assert part in line.split(), line
+    assert "status=400" in refused.split()
     assert {"cached_tokens=5", "output_tokens=3"} <= set(line.split())
 
 

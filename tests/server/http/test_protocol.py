@@ -382,5 +382,9 @@ async def test_an_announced_end_closes_with_the_next_answer() -> None:
 
 
 async def test_an_idle_connection_is_closed() -> None:
-    async with Port(None, replace(LIMITS, keep_alive_s=1.0), app=Desk()) as port:
+    """Or before, to make room."""
+    limits = replace(LIMITS, keep_alive_s=1.0, max_connections=1)
+    async with Port(None, limits, app=Desk()) as port, port.connected() as (reader, writer):
+        writer.write(post(b"x", path="/now"))
+        await reader.readuntil(b"0\r\n\r\n")
         assert (await port.exchange(post(b"x", path="/now"))).endswith(b"0\r\n\r\n")

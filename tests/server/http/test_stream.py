@@ -199,6 +199,7 @@ async def test_complete_answer_is_not_cancelled() -> None:
     guard = CancelOnDisconnect(client, timeout_s=0.02)
     with guard:
         pass
+    assert guard._timer is None or guard._timer.cancelled(), "it would keep the request in memory"
     client.mark_disconnected()
     guard.end(ShuttingDownError)
     await asyncio.sleep(0.05)

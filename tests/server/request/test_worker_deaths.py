@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 
 from cache.types import Epoch
 from server.request.retry import MAX_LOSSES
+from server.router import queue
+from server.workers.connection import WorkerRefused
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
@@ -69,13 +71,15 @@ async def test_a_death_is_resumed_with_the_tokens_received(make: MakeWorker, str
         assert second.request.num_context_tokens == max(first.request.num_context_tokens, num_needed)
 
 
-async def test_n_choices_are_resumed_each_where_it_was(make: MakeWorker) -> None:
+@pytest.mark.parametrize(("num_tokens", "num_each"), [(4, [2, 1, 1]), (2, [1, 1, 0])])
+async def test_n_choices_are_resumed_each_where_it_was(make: MakeWorker, num_tokens: int, num_each: list[int]) -> None:
     dying, healthy = make(), make()
-    dying.behave = dies_after(dying, 4)
+    dying.behave = dies_after(dying, num_tokens)
     async with gateway(dying, healthy) as target:
         _, _, raw = await post(target.url, chat(stream=True, n=3))
         assert check_chat(raw, num_choices=3) == [ANSWER] * 3
-        assert [len(choice.output_ids) for choice in healthy.received[0].choices] == [2, 1, 1]
+        assert [len(choice.output_ids) for choice in healthy.received[0].choices] == num_each
+        assert target.router.placements[1].request.numerics == dying.numerics
 
 
 async def test_no_worker_of_the_numerics_class_means_an_error_event(make: MakeWorker) -> None:
@@ -151,13 +155,18 @@ async def test_a_stream_outlives_many_handovers(make: MakeWorker) -> None:
         assert len(target.router.placements) == 5
 
 
-async def test_failed_frames(make: MakeWorker) -> None:
+async def test_failed_frames(make: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "FULL_S", 60.0)
     failing, healthy = make(), make()
     stops = Failed("draining", "the worker stops", retryable=True)
     failing.behave = script_of(Started(0), Tokens(0, tuple(failing.reply[:3])), stops)
     async with gateway(failing, healthy) as target:
         _, _, raw = await post(target.url, chat(stream=True))
         assert check_chat(raw) == [ANSWER]
+        full = WorkerRefused(429, Failed("queue_full", "full", retryable=True, retry_after_s=60.0))
+        target.queue.refused((healthy.worker_id, healthy.member().epoch), failing.received[0].tenant, full)
+        _, _, raw = await post(target.url, chat(stream=True))
+        assert check_chat(raw) == [ANSWER], "a full worker takes the rest of an answer"
         failing.behave = script_of(Started(0), Failed("internal_error", "secret details", retryable=False))
         status, _, raw = await post(target.url, chat(stream=True))
         assert status == 500

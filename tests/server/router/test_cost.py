@@ -209,9 +209,11 @@ def test_a_placement_promises_fetched_tokens() -> None:
 
 
 def test_without_layouts_and_tiers_nothing_is_planned() -> None:
-    decision = decided(Candidate(member("a"), report(), 40), Candidate(member("b"), WorkerLoad(), 0))
-    assert [worker.plan for worker in decision.workers] == [None, None]
-    assert [worker.fetch_cost_s for worker in decision.workers] == [0.0, 0.0]
+    new = [Candidate(member(name), WorkerLoad(), 0) for name in "bc"]
+    decision = decided(Candidate(member("a"), report(), 40), *new)
+    assert [worker.plan for worker in decision.workers] == [None] * 3
+    assert [worker.fetch_cost_s for worker in decision.workers] == [0.0] * 3
+    assert [worker.prefill_tokens_per_s for worker in decision.workers] == [RATE] * 3, "the measured one's"
 
 
 def test_a_fetch_beats_a_queue_and_a_match_beats_a_fetch() -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from cache.records import WorkerLoad
 from cache.types import BlockHash
-from server.router.cost import CostModel, WorkerView
+from server.router.cost import CostModel, WorkerView, idle_best_matches
 from server.router.load_tracker import WorkerLoadEstimate
 from server.router.policies import AFFINITY, POLICIES, FleetView, Policy, make_policy, rendezvous_worker
 from server.router.types import RouteRequest
@@ -96,6 +96,7 @@ def test_a_pool_of_one_slot_is_taken_as_often_as_it_is_used() -> None:
 
 def test_only_blocks_that_do_not_fit_are_waited_for() -> None:
     assert [COST.kv_wait_s(usage, 2.0, 2) for usage in (0.5, 1.0, 1.5, 3.0)] == [0.0, 0.0, 1.5, 4.0]
+    assert view("full", queue_s=1.0, kv_wait_s=1.5, prefill_s=0.5).predicted_ttft_s == 3.0
     assert COST.kv_wait_s(3.0, 0.0, 2) == 0.0, "no request has ended yet: nothing is known"
 
 
@@ -229,6 +230,8 @@ def test_no_cost_is_negative_and_a_session_has_its_tenth(
 @pytest.mark.parametrize("queue_s", [0.05, 2.0])
 def test_a_cache_key_yields_to_a_longer_match_at_a_busy_worker(queue_s: float) -> None:
     names, fleet = [f"w{at}" for at in range(3)], FleetView(COST, 0.0, draw=lambda: 0.5)
+    alike = [view(name, matched_tokens=64) for name in names]
+    assert [idle_best_matches(alike, common) for common in (None, 64, 16)] == [[], [], [0, 1, 2]]
     for number in range(16):
         own = rendezvous_worker(f"k{number}", [view(name) for name in names]).member.worker_id
         workers = [view(name, queue_s=queue_s, matched_tokens=16 if name == own else 64) for name in names]

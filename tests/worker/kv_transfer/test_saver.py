@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ async def test_a_purge_between_two_moves_of_the_saver() -> None:
 
 
 async def test_the_gauge_follows_what_is_dropped() -> None:
-    """By a purge, and when a peer's read finds a damaged record."""
+    """By a purge, and when a fetch or a peer's read finds a damaged record."""
     store = host_store(64)
     async with moving_worker(store) as worker:
         transfers = worker.engine.exchange
@@ -159,9 +160,12 @@ async def test_the_gauge_follows_what_is_dropped() -> None:
         transfers._saved(store, saver.save(HASHES[-1], payload))
         assert gauge() == len(HASHES)
         transfers._pool.read = lambda block_hash, payload: False
-        store._read_record = lambda room, link, record: link != LINKS[-1]  # type: ignore[method-assign]
+        store._read_record = lambda room, link, record: link not in LINKS[-2:]  # type: ignore[method-assign]
         assert transfers.read_record(LINKS[-1], payload) is None
         assert gauge() == len(HASHES) - 1
+        assert not store.read(LINKS[-2], payload)
+        transfers._fetched(SimpleNamespace(num_arrived=0, links=LINKS, finished=True, num_fetched_blocks=dict))
+        assert gauge() == len(HASHES) - 2
         await asyncio.wrap_future(worker.engine.purge())
         assert gauge() == 0
 

@@ -42,6 +42,7 @@ def test_a_client_sees_only_errors_that_its_own_request_caused(error: Exception,
     request = engine.submit(generate([4, 5, 6], 6, n=2), {1: Broken()})
     engine.finish()
     assert engine.answer(request).last == failed
+    assert engine.scheduler.fail(request, failed) == [], "once"
     assert engine.answer(other).tokens[0] == answer([1, 2, 3], 100, 6)
 
 

@@ -27,15 +27,15 @@ def test_the_last_is_preempted_and_gives_the_same_tokens() -> None:
 def test_one_that_preempts_itself_is_admitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """No allocator refuses the only running sequence. If one did, the request would continue."""
     engine = HandEngine()
-    request = engine.submit(generate(range(7), 6))
+    request = engine.submit(generate(range(7), 12))
     engine.step()
-    take, refusals = engine.allocator._take, iter([True])
+    take, refusals = engine.allocator._take, iter([True, True])
     monkeypatch.setattr(
         type(engine.allocator), "_take", lambda self, count: None if next(refusals, False) else take(count)
     )
     engine.finish()
-    assert engine.num_preempted == 1
-    assert engine.answer(request).tokens[0] == answer(range(7), 100, 6)
+    assert engine.num_preempted == 2
+    assert engine.answer(request).tokens[0] == answer(range(7), 100, 12)
 
 
 def test_a_pool_that_is_held_elsewhere_is_noticed() -> None:

@@ -62,6 +62,8 @@ def test_a_step_without_decodes_is_not_bound() -> None:
     assert (unbound.total, unbound.objective) == (free.total, None)
     bound = PrefillBudget.for_step(limits, num_decodes=3, num_prefills=2, objective=objective)
     assert bound.total == BLOCK_SIZE
+    free.drop_decode()
+    assert (free.total, free.left) == (unbound.total + 1, unbound.left + 1)
 
 
 @given(

@@ -59,6 +59,7 @@ def test_a_group_that_does_not_fit_whole_stays_in_the_queue() -> None:
     third = engine.submit(generate([12] * 8, 8))
     engine.step()
     assert started(engine, [small, large, third]) == 0  # one of three fits before the large one
+    assert len(engine.scheduler.waiting) == 3, "it has gone back"
     assert engine.allocator.num_free_blocks <= free_blocks
     engine.allocator.check_integrity()
     engine.finish()
