@@ -143,10 +143,10 @@ class Adapter(Part):
         salt = secrets.token_hex(16)
         ask(self.engine, "tick " * 2 * BLOCK_SIZE, salt)
 
-        def has_told() -> bool:
+        def has_shown() -> bool:
             return any(salt.encode() in batch for batch in replay.batches(self.engine.options.replay))
 
-        wait_until(has_told, what="the engine has published its events")
+        wait_until(has_shown, what="the engine has published its events")
         wait_until(self.is_whole, what="the index is whole")
 
     def purge(self) -> str:

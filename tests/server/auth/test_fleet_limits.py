@@ -164,8 +164,8 @@ def test_only_allotments_in_use_are_published() -> None:
     assert rate.use(60.0) is None, "full again"
 
 
-def test_who_takes_the_place_of_a_killed_gateway_begins_with_nothing() -> None:
-    """What the other had left is unknown."""
+def test_the_gateway_in_place_of_a_killed_one_gets_nothing() -> None:
+    """Nothing is known of what the killed one had left."""
     fleet = Fleet({"k": entry(requests_per_minute=600)}, 2, min_gateways=2)
     fleet.kill("g1")
     fleet.advance(fleet.now_s + HELD_S)

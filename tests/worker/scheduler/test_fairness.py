@@ -39,7 +39,7 @@ def test_a_late_tenant_does_not_wait_for_a_flood() -> None:
 
 @pytest.mark.parametrize(("fetching", "started"), [(None, "a0 a1 b0 b1"), (0, "a1 a2 b0 b1")])
 def test_the_slots_of_one_step_are_shared(fetching: int | None, started: str) -> None:
-    """Who waits for a fetch takes none."""
+    """A sequence that waits for a fetch takes none."""
     engine = HandEngine(max_num_seqs=4)
     engine.scheduler._prefix_wait.starts_fetch = lambda sequence: sequence.request.key == fetching  # type: ignore[method-assign]
     requests = [engine.submit(generate([i], 8, tenant=tenant)) for i, tenant in enumerate("aaaabbbb")]
