@@ -65,6 +65,8 @@ class ResponsesFormatter(ResponseFormatter):
         self._status = "in_progress"
         self._items: list[dict[str, Any]] = []
         self._open = False
+        self._texts: list[str] = []
+        """The pieces of the open item's text."""
         self._logprobs: list[dict[str, Any]] = []
         """Log probabilities of tokens whose text is not released yet."""
         self._events: list[bytes] = []
@@ -127,13 +129,12 @@ class ResponsesFormatter(ResponseFormatter):
         for kind, text in parsed:
             match kind:
                 case "content":
-                    part = self._open_part("message")
+                    self._open_part("message")
                     logprobs, self._logprobs = self._logprobs, []
-                    part["text"] += text
-                    part["logprobs"] += logprobs
+                    self._items[-1]["content"][0]["logprobs"] += logprobs
                     self._emit_in_item("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
                 case "reasoning":
-                    self._open_part("reasoning")["text"] += text
+                    self._open_part("reasoning")
                     self._emit_in_item("reasoning_text.delta", content_index=0, delta=text)
                 case "call":
                     self._logprobs = []  # those of the call's markup: a call has no field for them
@@ -143,24 +144,26 @@ class ResponsesFormatter(ResponseFormatter):
                     key = "input" if name.kind == "custom" else "arguments"
                     self._begin(_ITEM_TYPES[name.kind], name=name.name, call_id=call_id(), **{key: ""}, **space)
                 case "arguments" | "input":
-                    self._items[-1][kind] += text
                     self._emit_in_item(f"{_CALL_EVENTS[self._items[-1]['type']]}.delta", delta=text)
-        if self._items and self._items[-1]["type"] in _CALL_EVENTS and piece.strip():  # space may begin a text
+            if kind != "call":
+                self._texts.append(text)
+        is_call = self._items and self._items[-1]["type"] in _CALL_EVENTS
+        if self._parser.thinking or (is_call and piece.strip()):  # space behind a call may begin a text
             self._logprobs = []
 
     def _close(self, status: str) -> None:
         """End the open item."""
         if not self._open:
             return
-        self._open = False
-        item = self._items[-1]
-        item["status"] = status
-        if item["type"] == "function_call":
-            self._emit_in_item("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
-        elif item["type"] == "custom_tool_call":
-            self._emit_in_item("custom_tool_call_input.done", input=item["input"])
+        item, text, self._texts = self._items[-1], "".join(self._texts), []
+        self._open, item["status"] = False, status
+        if (event := _CALL_EVENTS.get(item["type"])) is not None:
+            done = {"input": text} if "input" in item else {"name": item["name"], "arguments": text}
+            item |= done
+            self._emit_in_item(f"{event}.done", **done)
         else:
             part = item["content"][0]
+            part["text"] = text
             if item["type"] == "message":  # the last tokens may have no text
                 part["logprobs"] += self._logprobs
             done = {key: part[key] for key in ("text", "logprobs") if key in part}
@@ -168,8 +171,8 @@ class ResponsesFormatter(ResponseFormatter):
             self._emit_in_item("content_part.done", content_index=0, part=part)
         self._emit("output_item.done", output_index=len(self._items) - 1, item=item)
 
-    def _open_part(self, kind: str) -> dict[str, Any]:
-        """Return the content part of the open item of this kind. Open such an item if there is none."""
+    def _open_part(self, kind: str) -> None:
+        """Open an item of this kind, with its content part, unless one is open."""
         if not (self._open and self._items[-1]["type"] == kind):
             self._close("completed")
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
@@ -179,8 +182,6 @@ class ResponsesFormatter(ResponseFormatter):
             self._begin(kind, **own, content=[])
             self._items[-1]["content"].append(part)
             self._emit_in_item("content_part.added", content_index=0, part=part)
-        opened: dict[str, Any] = self._items[-1]["content"][0]
-        return opened
 
     def _begin(self, kind: str, **fields: Any) -> None:
         item = {"id": f"{_ID_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}

@@ -18,7 +18,7 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from operator import attrgetter
 from typing import Final, Generic, TypeVar
 
@@ -80,7 +80,8 @@ class RequestQueue(Generic[T]):
         """By model and priority, then tenant, in prompt tokens of virtual time."""
         self._now_tokens = defaultdict[tuple[str, int], float](float)
         """By model and priority: virtual time, which is the turn of the latest tenant that was served."""
-        self._num_held = 0
+        self._arrivals = count()
+        self._gone: set[HeldRequest[T]] = set()  # their clients have left: what is behind them has to move up
 
     # --- the bound ----------------------------------------------------------------------------------------------
 
@@ -114,12 +115,10 @@ class RequestQueue(Generic[T]):
 
     def full(self, tenant: str) -> Refusals:
         """Return the workers that are still full for the tenant, each with its last refusal."""
-        if (known := self._full.get(tenant)) is None:
-            return {}
-        now_s = self._clock()
+        now_s, known = self._clock(), self._full.get(tenant, {})
         full = {worker: refusal for worker, (until_s, refusal) in known.items() if until_s > now_s}
         if not full:
-            del self._full[tenant]
+            self._full.pop(tenant, None)
         return full
 
     # --- held requests ------------------------------------------------------------------------------------------
@@ -144,8 +143,7 @@ class RequestQueue(Generic[T]):
         turn = max(self._now_tokens[own], self._next_turn[own].get(request.tenant, 0.0))
         if not request.is_retry:  # its turn was taken before
             self._next_turn[own][request.tenant] = turn + request.num_prompt_tokens / request.weight
-        self._num_held += 1
-        order = not request.is_retry, request.priority, turn, self._num_held
+        order = not request.is_retry, request.priority, turn, next(self._arrivals)
         held = HeldRequest(item, request, prefill_s, order, now_s, now_s)
         held.due_s = self._due_s(held, wait_s, now_s)
         insort(self._held, held, key=_by_order)
@@ -156,6 +154,8 @@ class RequestQueue(Generic[T]):
 
         Its wait may end at once: a worker joins, a client leaves, a request ends sooner than predicted.
         """
+        if self._gone:
+            self._move_up()
         first = {held.request.model: held for held in reversed(self._held)}
         return [held for held in self._held if held.due_s <= now_s or held is first[held.request.model]]
 
@@ -174,17 +174,26 @@ class RequestQueue(Generic[T]):
     def remove(self, held: HeldRequest[T]) -> None:
         """Remove it: it is placed, or its client has left. The turns end with the last request that has one."""
         self._held.remove(held)
-        own, tenant = (held.request.model, held.request.priority), held.request.tenant
+        own = held.request.model, held.request.priority
         if next(self._in_turn(own), None) is None:
             self._next_turn.pop(own, None)
             self._now_tokens.pop(own, None)
-        elif not (held.is_released or held.request.is_retry):  # its tenant's later requests move up
-            num_tokens = held.request.num_prompt_tokens / held.request.weight
-            self._next_turn[own][tenant] -= num_tokens
-            for later in self._in_turn(own, tenant):
-                if later.order > held.order:
-                    later.order = *later.order[:2], later.order[2] - num_tokens, later.order[3]
-            self._held.sort(key=_by_order)
+            self._gone = {gone for gone in self._gone if (gone.request.model, gone.request.priority) != own}
+        elif not (held.is_released or held.request.is_retry):
+            self._gone.add(held)
+
+    def _move_up(self) -> None:
+        """Move the later requests of tenants whose clients have left up, in one pass: thousands may leave at once."""
+        freed = defaultdict[tuple[tuple[str, int], str], float](float)
+        for held in sorted([*self._held, *self._gone], key=_by_order):
+            own, tenant = (held.request.model, held.request.priority), held.request.tenant
+            held.order = *held.order[:2], held.order[2] - freed[own, tenant], held.order[3]
+            if held in self._gone:
+                num_tokens = held.request.num_prompt_tokens / held.request.weight
+                freed[own, tenant] += num_tokens
+                self._next_turn[own][tenant] -= num_tokens
+        self._gone.clear()
+        self._held.sort(key=_by_order)
 
     def _in_turn(self, own: tuple[str, int], tenant: str | None = None) -> Iterator[HeldRequest[T]]:
         """Yield the held requests of a model and priority that are no retries: of all tenants, or one."""
@@ -195,6 +204,5 @@ class RequestQueue(Generic[T]):
 
     def _due_s(self, held: HeldRequest[T], wait_s: float, now_s: float) -> float:
         """Return when its wait is short enough: a worker computes a second of its queue in a second."""
-        waited_s = now_s - held.since_s
-        at_worker_s = min(wait_s - self.hold_s, (wait_s - WAIT_SHARE * waited_s) / (1.0 + WAIT_SHARE))
+        at_worker_s = min(wait_s - self.hold_s, (wait_s - WAIT_SHARE * (now_s - held.since_s)) / (1.0 + WAIT_SHARE))
         return now_s + max(RETRY_S, at_worker_s)

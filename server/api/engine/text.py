@@ -408,7 +408,7 @@ class EngineFormatter(ResponseFormatter):
         self._path = path
         self._names_events = path in (MESSAGES_PATH, RESPONSES_PATH)
         self._response: dict[str, Any] = {"id": id_, "object": "response", "status": "in_progress", "output": []}
-        """The response that a broken stream shows. It gets the id that the engine gave: SDKs refuse another one."""
+        """The response that a broken stream shows."""
         self._num_events = 0
 
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:
@@ -430,6 +430,5 @@ class EngineFormatter(ResponseFormatter):
     def _event(self, data: bytes) -> bytes:
         if not self._names_events:
             return sse(data)
-        event, self._num_events = msgspec.json.decode(data), self._num_events + 1
-        self._response["id"] = (event.get("response") or self._response).get("id")
-        return sse(data, str(event["type"]))
+        self._num_events += 1
+        return sse(data, str(msgspec.json.decode(data)["type"]))

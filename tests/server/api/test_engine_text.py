@@ -156,9 +156,9 @@ async def test_errors_are_events_of_the_api(engines: list[EngineWorker], path: s
 
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_broken_response_has_failed(*, begins: bool) -> None:
-    """OpenAI's SDK refuses a stream without a beginning, or with two ids. Codex repeats one without a last event."""
+    """OpenAI's SDK refuses a stream without a beginning. Codex repeats one without a last event."""
     formatter = EngineFormatter("/v1/responses", "resp_gateway")
-    created = {"type": "response.created", "response": {"id": "resp_engine"}, "sequence_number": 0}
+    created = {"type": "response.created", "response": {"id": "resp_gateway"}, "sequence_number": 0}
     raw = (
         formatter.events(None, [ChoiceDelta(0, "", [], [], None, event=json.dumps(created).encode())])
         if begins
@@ -168,7 +168,7 @@ def test_a_broken_response_has_failed(*, begins: bool) -> None:
     first, error, failed = [json.loads(each.partition("data: ")[2]) for each in raw.decode().strip().split("\n\n")]
     assert [each["sequence_number"] for each in (first, error, failed)] == [0, 1, 2]
     assert (first["type"], error["type"], failed["type"]) == ("response.created", "error", "response.failed")
-    assert first["response"]["id"] == failed["response"]["id"] == ("resp_engine" if begins else "resp_gateway")
+    assert first["response"]["id"] == failed["response"]["id"] == "resp_gateway"
     assert failed["response"]["error"] == {"code": "worker_lost", "message": "lost"}
 
 

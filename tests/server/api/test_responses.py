@@ -92,7 +92,7 @@ async def test_length_is_incomplete_and_schemas_reach_the_worker(says: Says) -> 
 
 
 async def test_log_probabilities_of_the_answer_alone(says: Says) -> None:
-    worker = says("<think>Hm.</think>Yes, 4. \U0001f389", chat_template="{{ messages[0].content }}{# <think> #}")
+    worker = says("\n<think>Hm.</think>Yes, 4. \U0001f389", chat_template="{{ messages[0].content }}{# <think> #}")
     async with gateway(worker) as target, client(target) as sdk:
         answer = await sdk.responses.create(model="tiny", input="x", top_logprobs=2)
         async with sdk.responses.stream(model="tiny", input="x", include=["message.output_text.logprobs"]) as stream:
