@@ -164,7 +164,7 @@ async def test_the_gauge_follows_what_is_dropped() -> None:
         assert transfers.read_record(LINKS[-1], payload) is None
         assert gauge() == len(HASHES) - 1
         assert not store.read(LINKS[-2], payload)
-        transfers._fetched(SimpleNamespace(num_arrived=0, links=LINKS, finished=True, num_fetched_blocks=dict))
+        transfers._fetched(SimpleNamespace(num_arrived=0, links=LINKS, finished=True, num_fetched_blocks=lambda _: {}))
         assert gauge() == len(HASHES) - 2
         await asyncio.wrap_future(worker.engine.purge())
         assert gauge() == 0
