@@ -127,7 +127,7 @@ class Worker:
         try:
             sock = listen(self._config.host, self._config.port, probe_s=(5, 2))
             port, scheme = sock.getsockname()[1], "http" if self._certificate is None else "https"
-            if (url := self._config.advertise_url) is None:
+            if not (url := self._config.advertise_url):
                 host = reachable(self._config.host)
                 url = f"{scheme}://{host}:{port}"
                 if is_loopback(host) and not is_loopback(self._config.host):

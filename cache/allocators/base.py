@@ -11,14 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from cache.events import BlockEvent, Removed, Stored
 from cache.types import NULL_BLOCK, BlockHash, BlockId
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockCopy(NamedTuple):
     """The engine must copy the KV of `source` to `destination`, in the order given, before the next forward."""
 
     source: BlockId

@@ -92,12 +92,13 @@ class HashAllocator(Allocator):
         return chains
 
     def reserve(self, root: BlockHash, hashes: Sequence[BlockHash]) -> HashAllocation | None:
-        """Hold the findable blocks of a chain, and free blocks for the rest. None: they do not fit, or copies are owed.
+        """Hold the findable blocks of a chain, and free blocks for the rest. None: they do not fit, or one is copied.
 
         Threads fill the free blocks at once, even before an owed copy. `HashAllocation.fill` makes them findable.
         """
         found = self.find_blocks(hashes)
-        block_ids = None if self._owed_copies else self.hold(found, len(hashes) - len(found))
+        is_copied = any(self._refs[each] <= 0 for copy in self._owed_copies for each in copy)
+        block_ids = None if is_copied else self.hold(found, len(hashes) - len(found))
         return None if block_ids is None else HashAllocation(self, root, list(hashes), block_ids, len(found))
 
     @property

@@ -8,7 +8,7 @@ from asyncio import StreamReader
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from os.path import isfile
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -152,11 +152,11 @@ class Endpoint:
         credentials = {"username": settings.username, "password": settings.password}
         self._options |= {name: value for name, value in credentials.items() if value}
         files = (self._options.get(name) for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"))
-        if missing := next((file for file in files if file and not Path(file).is_file()), None):
+        if missing := next((file for file in files if file and not isfile(file)), None):
             raise ValueError(f"Redis URL {self.label!r}: there is no file {missing}")
         try:
             self._kind(**self._options)
-        except (TypeError, RedisError) as error:  # redis-py checks names and values of the query here
+        except (AttributeError, TypeError, RedisError) as error:  # redis-py checks the names and values of the query
             raise ValueError(f"Redis URL {self.label!r}: {str(error).rpartition('() ')[2]}") from error
 
     def _one_host(self, url: str, scheme: str, kind: str) -> str:

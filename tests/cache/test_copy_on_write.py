@@ -58,14 +58,17 @@ def test_unwritten_room_is_replaced_without_a_copy(kind: PrefixCache) -> None:
     allocator.check_integrity()
 
 
-def test_nothing_is_reserved_while_copies_are_owed() -> None:
+def test_blocks_that_are_to_be_copied_are_not_reserved() -> None:
     """The fork yields in the step that copies for it: a fetch would write into both blocks before the copy."""
     allocator = HashAllocator(5, 4)
     first = prefill(allocator, 6)
     second = first.fork()
     assert first.extend(7)
-    second.free()
     chain = hash_chain(ROOT, range(100, 108), 4)
+    held = allocator.reserve(ROOT, chain[:1])
+    assert held is not None, "no owed copy concerns a free block"
+    held.free()
+    second.free()
     assert allocator.num_free_blocks == len(chain)
     assert allocator.reserve(ROOT, chain) is None
     assert allocator.take_copies()

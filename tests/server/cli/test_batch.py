@@ -175,9 +175,9 @@ def test_an_option_that_cannot_work_is_named(
 def test_a_server_that_is_not_there_is_named_at_once(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     files.ask(line("a"))
     url = "http://127.0.0.1:1"
-    assert status_of("batch", str(files.requests), str(files.answers), "--url", url, "--retry-s", "2") == 1
+    assert status_of("batch", str(files.requests), str(files.answers), "--url", url, "--retry-s", "0") == 1
     assert f"{url}: Connect call failed" in (error := capsys.readouterr().err.splitlines()[0])
-    assert error.endswith("trying again for 2 s")
+    assert error.endswith("trying again for 0 s")
 
 
 def test_a_file_of_something_else_is_left_as_it_is(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
