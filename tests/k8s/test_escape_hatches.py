@@ -239,6 +239,17 @@ def test_a_parent_chart_sets_registry_and_pull_secrets() -> None:
             assert container["image"].startswith(host), container["image"]
 
 
+def test_the_test_runs_on_the_nodes_of_gateways() -> None:
+    placement = {"nodeSelector": {"pool": "serving"}, "tolerations": [{"operator": "Exists"}]}
+    assert placement.items() <= pod(rendered({"gateway": placement}), "-test")["spec"].items()
+
+
+def test_an_image_may_have_a_digest_alone() -> None:
+    image = {"tag": "", "digest": "sha256:" + "0" * 64}
+    (container,) = pod(rendered({"redis": {"builtin": {"image": image}}}), "-redis")["spec"]["containers"]
+    assert container["image"] == f"redis@{image['digest']}"
+
+
 @pytest.mark.parametrize("kind", ["NodePort", "LoadBalancer"])
 def test_notes_name_the_address_from_outside(kind: str) -> None:
     done = chart.helm("helm4", {"gateway": {"service": {"type": kind}}}, notes=True)

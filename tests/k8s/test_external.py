@@ -254,6 +254,7 @@ def test_a_worker_without_an_engine_answers_probes_over_tls(tmp_path: Path) -> N
             with httpx.Client(verify=authority.trust(), base_url=f"https://127.0.0.1:{port}") as client:
                 assert client.get("/health/live").status_code == 200
                 assert client.get("/v1/state").status_code == 503
+                assert client.get("/metrics").text == "headstart_worker_engine_problem 1\n", "it is not down"
             process.terminate()
             assert process.wait(HANG_S) == 0
         finally:

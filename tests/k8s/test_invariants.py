@@ -6,6 +6,8 @@ import argparse
 import base64
 import re
 from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +16,15 @@ from server import config as gateway_config
 from server.auth.identity import digest_text, parse_keys
 from tests.k8s import chart
 from tests.k8s.chart import Document, containers, of_kind, pod_templates, render
+from tests.k8s.tools import call
 from worker import config as worker_config
 from worker.kv_transfer.mover import HANDOVER_S
 from worker.kv_transfer.transfers import FLUSH_S
 
 each_render = pytest.mark.parametrize("name", chart.MATRIX)
 
+REDIS_CA = "/etc/headstart/redis-ca/ca.crt"
+"""A file that the command line looks for."""
 PRE_STOP = re.compile(r"time\.sleep\((\d+)\)")
 EXTERNAL = {
     "everything-on": {
@@ -56,8 +61,10 @@ def servers(pod: Document) -> Iterator[tuple[str, Document, Any]]:
         if kind in parsers:
             # Adapters of engines that run elsewhere learn the URL when they start.
             chosen = ["--engine-url=http://10.0.0.2:8000"] if "--" in container.get("command", []) else []
-            addressed = [word.replace("[$(POD_IP)]", "[fd00::1]") for word in [*container["args"], *chosen]]
-            yield kind, container, parsers[kind]([word.replace("$(POD_IP)", "10.0.0.1") for word in addressed])
+            words = [*container["args"], *chosen]
+            for old, here in {"[$(POD_IP)]": "[fd00::1]", "$(POD_IP)": "10.0.0.1", REDIS_CA: __file__}.items():
+                words = [word.replace(old, here) for word in words]
+            yield kind, container, parsers[kind](words)
 
 
 @each_render
@@ -276,7 +283,7 @@ def test_gateways_are_given_the_key_file_and_the_test_a_key(name: str) -> None:
     assert items.pop(test) == {"api-key": (secret, plain)}
     assert not any(items.values())
     (pod,) = [pod for own, pod in pod_templates(render(name)) if own == gateway]
-    config = gateway_config.parse(pod["spec"]["containers"][0]["args"])
+    ((_, _, config),) = servers(pod)
     assert config.api_keys == "/etc/headstart/api-keys/keys.toml"
 
 
@@ -369,8 +376,7 @@ def test_the_grace_period_is_longer_than_pre_stop_and_drain(name: str) -> None:
 def test_gateways_know_every_model_and_the_registry(name: str) -> None:
     documents = render(name)
     (gateway,) = [pod for _, pod in workloads(documents) if _component(pod) == "gateway"]
-    arguments = gateway["spec"]["containers"][0]["args"]
-    config = gateway_config.parse(arguments)
+    ((_, _, config),) = servers(gateway)
     services = {service["metadata"]["name"] for service in of_kind(documents, "Service")}
     workers = [(own, c) for own, pod in workloads(documents) for kind, _, c in servers(pod) if kind == "worker"]
     assert sorted(config.workers) == sorted(f"dns:{own}:{worker.port}" for own, worker in workers)
@@ -418,3 +424,21 @@ def test_gpus_are_requested_as_they_are_limited() -> None:
     assert resources["llama"]["limits"]["nvidia.com/gpu"] == resources["llama"]["requests"]["nvidia.com/gpu"] == 1
     assert resources["small"]["limits"]["nvidia.com/mig-1g.10gb"] == 1
     assert not any("nvidia" in key for key in resources["gated"]["limits"])
+
+
+def test_a_renewed_certificate_restarts_redis(tmp_path: Path) -> None:
+    """Redis reads its certificate only when it starts."""
+    (redis,) = [p["spec"]["containers"][0] for n, p in workloads(render("everything-on")) if n.endswith("-redis")]
+    changes = {"/run/redis/": f"{tmp_path}/run-", "/tls/": f"{tmp_path}/", "redis-server": "true", "redis-cli": "true"}
+
+    def runs(*command: str) -> bool:
+        words = [reduce(lambda word, change: word.replace(*change), changes.items(), word) for word in command]
+        return call(*words).returncode == 0
+
+    lives = []
+    for certificate in ("old", "new"):
+        (tmp_path / "tls.crt").write_text(certificate)
+        lives.append(runs(*redis["livenessProbe"]["exec"]["command"]))
+        assert runs(*redis["command"])
+        lives.append(runs(*redis["livenessProbe"]["exec"]["command"]))
+    assert lives == [False, True, False, True]

@@ -67,6 +67,12 @@ def test_the_rendered_rule_is_the_tested_one() -> None:
     assert rule["spec"] == RULES
 
 
+def test_a_release_without_redis_has_no_alerts_of_the_index() -> None:
+    values = {"redis": {"mode": "none"}, "metrics": {"prometheusRule": {"enabled": True}}}
+    (rule,) = chart.of_kind(chart.rendered(values), "PrometheusRule")
+    assert [group["name"] for group in rule["spec"]["groups"]] == ["headstart-users", "headstart-workers"]
+
+
 def test_the_dashboard_is_what_its_source_says() -> None:
     succeed(ROOT / ".venv/bin/python", ROOT / "tools/dashboard.py", "--check")
     (config,) = [

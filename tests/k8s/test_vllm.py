@@ -275,10 +275,15 @@ def test_only_monitoring_reaches_the_relay() -> None:
 
 
 def test_the_example_of_a_group_fits_the_release_that_it_names(tmp_path: Path) -> None:
-    group, policy = yaml.safe_load_all((EXAMPLES / "vllm-leaderworkerset.yaml").read_text())
+    group, service, policy = yaml.safe_load_all((EXAMPLES / "vllm-leaderworkerset.yaml").read_text())
     templates = group["spec"]["leaderWorkerTemplate"]
     leader, follower = templates["leaderTemplate"], templates["workerTemplate"]
-    documents = chart.rendered({}, release="chat")
+    documents = chart.rendered({"metrics": {"serviceMonitor": {"enabled": True}}}, release="chat")
+    (monitor,) = [d for d in of_kind(documents, "ServiceMonitor") if d["metadata"]["name"].endswith("-worker")]
+    assert selects(monitor["spec"]["selector"], service)
+    assert service["spec"]["selector"].items() <= leader["metadata"]["labels"].items()
+    assert [port["name"] for port in service["spec"]["ports"]] == [e["port"] for e in monitor["spec"]["endpoints"]]
+    assert service["metadata"]["name"] != group["metadata"]["name"], "LeaderWorkerSet makes one of that name"
     secrets = {s["metadata"]["name"]: s["data"] for s in of_kind(documents, "Secret")}
     for volume in leader["spec"]["volumes"]:
         if "secret" in volume:
@@ -318,6 +323,6 @@ def test_the_example_of_a_group_fits_the_release_that_it_names(tmp_path: Path) -
         for name, pod in (("leader", leader), ("follower", follower))
     ]
     file = tmp_path / "pods.yaml"
-    file.write_text(yaml.safe_dump_all([*pods, policy]))
+    file.write_text(yaml.safe_dump_all([*pods, service, policy]))
     checked = call(PYTHON.parent / "kubernetes-validate", "--strict", "-k", "1.31", file)
     assert checked.returncode == 0, checked.stdout + checked.stderr

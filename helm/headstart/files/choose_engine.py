@@ -3,7 +3,7 @@
 POD PODS RANKS TARGET ... -- COMMAND ...: a target is a URL, or dns:NAME:PORT for each address of a name. Each engine
 belongs to one of the PODS, by its place in the list or by its address. It needs an adapter for each of its RANKS.
 A claim is the name of a socket: it belongs to the pod's network, and ends with this process, which COMMAND replaces.
-Until there is an engine that listens, the adapter's port answers probes.
+Until there is an engine that listens, the adapter's port answers probes and scrapes.
 """
 
 import hashlib
@@ -64,14 +64,17 @@ def claim(url: str, rank: int) -> "socket.socket | None":
 
 
 class Idle(http.server.BaseHTTPRequestHandler):
-    """Answers the kubelet. Gateways find no worker here."""
+    """Answers the kubelet and Prometheus. Gateways find no worker here."""
 
     timeout = 10
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path.startswith("/health/") else 503)
-        self.send_header("content-length", "0")
+        body = b"headstart_worker_engine_problem 1\n" if self.path == "/metrics" else b""
+        self.send_response(200 if body or self.path.startswith("/health/") else 503)
+        self.send_header("content-type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("content-length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
         """Write no line for each probe."""

@@ -77,7 +77,7 @@ labels:
 {{- with .root.Values.global.imageRegistry -}}
 {{- if not (regexMatch "^([^/]*[.:][^/]*|localhost)/" $repository) }}{{ $repository = printf "%s/%s" (trimSuffix "/" .) $repository }}{{ end -}}
 {{- end -}}
-{{- $reference := printf "%s:%s" $repository (default .tag .image.tag) -}}
+{{- $reference := list $repository (default .tag .image.tag) | compact | join ":" -}}
 {{- if .image.digest -}}
 {{- $reference = printf "%s@%s" $reference .image.digest -}}
 {{- end -}}
