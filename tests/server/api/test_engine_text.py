@@ -180,6 +180,13 @@ async def test_an_unstreamed_answer_begins_again(engines: list[EngineWorker]) ->
     assert engines[1].received[0].choices[0].output_ids == ()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_router_knows_an_answer_that_comes_as_a_whole(engines: list[EngineWorker], *, stream: bool) -> None:
+    async with engine_gateway(engines[0]) as target:
+        await post(target.url, chat(stream=stream))
+        assert [placement.request.is_whole for placement in target.router.placements] == [not stream]
+
+
 async def test_engine_refuses_in_its_own_words(engines: list[EngineWorker]) -> None:
     engines[0].refuses_render = Failed("invalid_request", "not negative", retryable=False, param="temperature")
     status, _, raw = await post_once(engine_gateway(engines[0]), chat(temperature=-1))
