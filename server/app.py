@@ -43,13 +43,11 @@ class PublicApi:
         self.services = endpoint
         self._live_workers = live_workers
         self._models = endpoint.models
-        self.chat = ChatEndpoint(endpoint)
-        self.completions = CompletionEndpoint(endpoint)
         self._messages = MessagesEndpoint(endpoint)
         self._responses = ResponsesEndpoint(endpoint)
         self.endpoints: dict[str, GenerateEndpoint] = {
-            "/v1/chat/completions": self.chat,
-            "/v1/completions": self.completions,
+            "/v1/chat/completions": ChatEndpoint(endpoint),
+            "/v1/completions": CompletionEndpoint(endpoint),
             RESPONSES_PATH: self._responses,
             MESSAGES_PATH: self._messages,
             **{path: PoolingEndpoint(endpoint) for path in ENGINE_PATHS},

@@ -156,7 +156,7 @@ class GenerateEndpoint(ABC):
         if services.tracing is not None:
             context.begin_trace(services.tracing, scope)
         hints = read_hints(scope["headers"])
-        prepare = partial(self._prepared, scope["path"], await read_body(receive), identity)
+        prepare = partial(self.prepared, scope["path"], await read_body(receive), identity)
         guard = CancelOnDisconnect(client_of(scope), services.request_timeout_s)
         services.preparing.add(guard)
         try:
@@ -187,8 +187,8 @@ class GenerateEndpoint(ABC):
             if usage is not None:
                 usage.add_tokens(account.prompt_tokens - num_prompt_tokens + response.num_output_tokens)
 
-    async def _prepared(self, path: str, body: bytes, identity: Identity) -> PreparedRequest:
-        """Prepare a request for the revision that serves now. Raises ApiError."""
+    async def prepared(self, path: str, body: bytes, identity: Identity) -> PreparedRequest:
+        """Prepare a request, also for an engine's text, for the revision that serves now. Raises ApiError."""
         while True:
             with suppress(RevisionGoneError):  # gone while its engine renders the prompt
                 request = await self._services.engine_text(path, body, identity)

@@ -119,7 +119,7 @@ def shown(what: str, answer: dict[str, Any]) -> Table | str:
     columns = (Column(name, justify="left" if name in _LEFT_ALIGNED else "right") for name in names)
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in answer[what]:
-        table.add_row(*cells(row))
+        table.add_row(*(cell if cell.isprintable() else repr(cell) for cell in cells(row)))  # others write them, too
     return table
 
 

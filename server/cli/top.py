@@ -55,7 +55,8 @@ class View:
         self.latest[name] = data
         if name == "hello":  # it has all that are shown, also to a view that connects again
             self.decisions.clear()
-        self.decisions.extend(data.get("decisions", ()))
+        new = {each["request"]: each for each in data.get("decisions", ())}  # a retry replaces its record
+        self.decisions = deque([*(d for d in self.decisions if d["request"] not in new), *new.values()], MAX_DECISIONS)
         found = data.get("found", {})
         for decision in self.decisions:
             decision["found_tokens"] = found.get(decision["request"], decision["found_tokens"])
@@ -217,7 +218,9 @@ def line(text: str, style: str = "") -> Text:
 
 
 def clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at))
+    """Return a local time, with its day unless that is today."""
+    then = time.localtime(at)
+    return time.strftime("%H:%M:%S" if then[:3] == time.localtime()[:3] else "%d %b %H:%M:%S", then)
 
 
 def number(value: float | None, form: str = ",.0f", unit: str = "") -> str:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 from rich.table import Column, Table
 
-from server.cli.common import plain_console
+from server.cli.common import plain_console, printable
 from server.usage.account import Account
 from worker.common.command_line import CommandParser
 
@@ -99,6 +99,6 @@ def main(argv: Sequence[str]) -> int:
     columns = [Column(name, justify="left" if name in GROUPS else "right") for name in (*args.by, *SUMS)]
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        table.add_row(*(str(row[name]) for name in args.by), *(f"{row[name]:,}" for name in SUMS))
+        table.add_row(*(printable(str(row[name])) for name in args.by), *(f"{row[name]:,}" for name in SUMS))
     plain_console(PLAIN_COLUMNS).print(table)
     return 0

@@ -144,7 +144,9 @@ class OpsApi:
         for name, raw in (("a", bytes(pair.a)), ("b", bytes(pair.b))):
             body = await read_json(raw, _BODY.decode)
             try:
-                prepared = await self.overview.api.endpoints[path_of(raw, body)].prepare(raw, identity)
+                path = path_of(raw, body)
+                prepared = await self.overview.api.endpoints[path].prepared(path, raw, identity)
+                prepared.specs[0].model.check_readable(prepared.specs[0].model.name)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"{name}: {error.message}", param=error.param) from error
             specs.append(prepared.specs[0])
@@ -152,7 +154,7 @@ class OpsApi:
         return json_response(await asyncio.to_thread(compare, specs[0], specs[1], bodies))
 
     async def explain(self, request: Request) -> Response:
-        """Return which worker a chat or completion would get now, and its cost at every worker. Sends nothing.
+        """Return which worker a chat or completion would get now, and its cost at every worker. Places nothing.
 
         `?tenant=NAME` uses that tenant's cache.
         """
@@ -160,13 +162,12 @@ class OpsApi:
         fields = await read_json(body, msgspec.json.decode)
         if not isinstance(fields, dict):
             raise InvalidRequestError("The body must be a chat or a completion request.")
-        api = self.overview.api
-        endpoint = api.chat if "messages" in fields else api.completions
+        path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
         tenant = request.query_params.get("tenant", DEFAULT_TENANT)
-        prepared = await endpoint.prepare(body, self.identity_for(tenant))
+        prepared = await self.overview.api.endpoints[path].prepared(path, body, self.identity_for(tenant))
         spec = prepared.specs[0]
-        sampling = msgspec.to_builtins(spec.sampling)
-        shown = {name: sampling[name] for name in SamplingDefaults.__struct_fields__}
+        sampling, names = msgspec.to_builtins(spec.sampling), SamplingDefaults.__struct_fields__
+        shown = {name: sampling[name] for name in names if spec.text_request is None}  # else they are the engine's
         return json_response(
             await self.overview.explain(spec.route_request())
             | {"sampling_params": shown, "repaired": CURRENT.get().repairs}

@@ -70,4 +70,6 @@ def _what(known: tuple[str, str, float] | None, epoch: str, state: str) -> str:
         return _WORDS.get(state, state)
     if known is None or known[1] in ("joining", "unreachable", "refused"):
         return "" if state == "joining" else "joined"
-    return "restarted" if known[0] != epoch else "serves" if state == "serving" else state
+    if known[0] != epoch:  # a live worker does so after a purge, too
+        return "restarted" if known[1] in ("dead", "left") else "began a new epoch"
+    return "serves" if state == "serving" else state

@@ -16,6 +16,7 @@ export class Changes {
 
   show(changes) {
     this.changes = changes;
+    this.day = new Date().getDate();
     const shown = changes.filter((change) => shows(change.model)).reverse();
     byId("changes-empty").hidden = shown.length > 0;
     byId("changes").replaceChildren(...shown.map(line));
@@ -23,6 +24,7 @@ export class Changes {
 
   /** Says what is wrong, the worst first. */
   judge(snapshot, index) {
+    if (this.day !== new Date().getDate()) this.show(this.changes); // times of yesterday get their day
     const bad = [];
     const warn = [];
     const { workers, at } = snapshot;

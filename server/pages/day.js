@@ -2,7 +2,7 @@
 
 import { byId, h, setText } from "./dom.js";
 import { onFilter, shows } from "./filter.js";
-import { clock, count, percent, plural, seconds } from "./format.js";
+import { count, minute, percent, plural, seconds } from "./format.js";
 import { callOps } from "./key.js";
 
 const COLUMNS = 60;
@@ -69,7 +69,7 @@ export class Day {
     const times = columns.map((_, index) => end - (COLUMNS - index) * columnS);
     for (const [id, chart] of Object.entries(CHARTS)) bars(byId(id), columns, times, chart, bounds);
     setText(byId("day-text"), sentence(all, this.hours));
-    for (const from of document.querySelectorAll(".day-from")) setText(from, clock(times[0]).slice(0, 5));
+    for (const from of document.querySelectorAll(".day-from")) setText(from, minute(times[0]));
     showErrors(all.errors, this.hours);
   }
 }
@@ -134,7 +134,7 @@ function bars(svg, columns, times, { parts, of, show }, bounds) {
   const groups = values.map((stack, index) => {
     const group = document.createElementNS(SVG, "g");
     const title = group.appendChild(document.createElementNS(SVG, "title"));
-    title.textContent = `${clock(times[index]).slice(0, 5)}: ${parts.map((part, at) => `${show(stack[at])} ${part}`).join(", ")}`;
+    title.textContent = `${minute(times[index])}: ${parts.map((part, at) => `${show(stack[at])} ${part}`).join(", ")}`;
     let y = HEIGHT;
     stack.forEach((value, at) => {
       const height = (HEIGHT * value) / top;

@@ -28,6 +28,16 @@ export function rate(value) {
 }
 
 const clockFormat = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
-export const clock = (epochS) => clockFormat.format(new Date(epochS * 1000));
+const dayFormat = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short" });
+
+/** Returns a time of the day, with the day unless that is today. */
+export function clock(epochS) {
+  const date = new Date(epochS * 1000);
+  const isToday = date.toDateString() === new Date().toDateString();
+  return (isToday ? "" : `${dayFormat.format(date)} `) + clockFormat.format(date);
+}
+
+/** Returns the hour and the minute. */
+export const minute = (epochS) => clockFormat.format(new Date(epochS * 1000)).slice(0, 5);
 
 export const plural = (number, one, many = `${one}s`) => `${whole.format(number)} ${number === 1 ? one : many}`;

@@ -86,6 +86,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             root=self.root,
             num_context_tokens=num_tokens + num_demanded,
             client_id=short_key("" if context is None else context.client_id),
+            is_whole=call is not None and not (call.streams or call.pools),
         )
 
     def sampling_at(self, max_model_len: int) -> SamplingParams:

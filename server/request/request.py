@@ -99,6 +99,10 @@ class Generation:
         self._aborts: set[asyncio.Task[None]] = set()
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.spec.prompt_ids) or (0 if self.answer is None else self.answer.num_pooled_tokens)
+
+    @property
     def num_output_tokens(self) -> int:
         num_ids = sum([len(choice.output_ids) for choice in self.choices])
         return num_ids if self.answer is None else max(num_ids, self.answer.num_output_tokens)
@@ -155,7 +159,7 @@ class Generation:
             except NoWorkerError as error:
                 await self._recover_without_worker(error, full, resumed=resumed)
                 continue
-            self._placed(placement, resumed=resumed)
+            self._placed(placement)
             return placement
 
     def _full_workers(self) -> Refusals:
@@ -182,15 +186,12 @@ class Generation:
             request = replace(request, numerics=self._numerics, num_context_tokens=num_tokens)
         return request
 
-    def _placed(self, placement: Placement, *, resumed: bool) -> None:
-        metrics = self._services.metrics
+    def _placed(self, placement: Placement) -> None:
         if self.worker is None or not self.client_has_output:
             self.worker = placement.worker
             self.promised_tokens = placement.promised_tokens
-        if resumed:
-            metrics.resumed.inc()
         if placement.source is not None:
-            metrics.planned_fetches.inc()
+            self._services.metrics.planned_fetches.inc()
         self._numerics = placement.worker.numerics
 
     async def _recover_without_worker(self, error: NoWorkerError, full: Refusals, *, resumed: bool) -> None:
@@ -199,7 +200,6 @@ class Generation:
         if resumed and not self.client_has_output:  # start again from the prompt, on any worker
             for choice in self.choices:
                 choice.reset()
-            self._services.metrics.restarted.inc()
         elif not resumed and not self._services.is_served(self.spec.model):
             raise RevisionGoneError from error
         elif error.is_silent or self._services.is_learning(self.spec.model.name):
@@ -315,13 +315,15 @@ class Generation:
                         raise WorkerLost(f"{stream.url}: Finished without the embedding")
                     choice.finish("stop" if frame.reason == "stop" else "length", frame.stop_token_id)
             case Started():
-                self._history.stage = Stage.PREFILLING
+                self._history.stage, metrics = Stage.PREFILLING, self._services.metrics
+                if self._history.has_answer:  # of a worker that was lost
+                    (metrics.resumed if any(choice.output_ids for choice in self.choices) else metrics.restarted).inc()
                 self._services.router.started(placement, frame.num_cached_tokens, frame.queue_s)
                 self.times.start(placement.prefill_tokens_per_s, frame.queue_s)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens = frame.num_cached_tokens
                     self.fetched_tokens = known_places(frame.fetched_tokens or {})
-                    self._services.metrics.count_promise(self.promised_tokens, frame.num_cached_tokens)
+                    metrics.count_promise(self.promised_tokens, frame.num_cached_tokens)
             case PromptLogprobs():
                 self.prompt_logprobs.add(frame.positions)
             case Failed():

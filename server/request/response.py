@@ -63,7 +63,7 @@ class ResponseStream:
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return the tokens of each prompt, and of its choices together."""
-        return [(len(each.spec.prompt_ids), each.num_output_tokens) for each in self.generations]
+        return [(each.num_prompt_tokens, each.num_output_tokens) for each in self.generations]
 
     @property
     def first(self) -> Generation:
@@ -138,8 +138,7 @@ class ResponseStream:
             account.wire_s += times.wire_s
             if not times.tokens_per_s:  # no prefill has begun
                 continue
-            num_output_tokens = each.num_output_tokens
-            num_tokens = len(spec.prompt_ids) or (0 if each.answer is None else each.answer.num_pooled_tokens)
+            num_tokens, num_output_tokens = each.num_prompt_tokens, each.num_output_tokens
             num_cached = min(num_tokens, each.num_cached_tokens or 0)
             account.prompt_tokens += num_tokens
             account.output_tokens += num_output_tokens

@@ -74,6 +74,8 @@ class AttemptHistory:
         self._spec = spec
         self._services = services
         self.stage = Stage.SENT
+        self.has_answer = False
+        """A token has arrived, in whatever attempt."""
         self.excluded: frozenset[WorkerIncarnation] = frozenset()
         """Workers excluded for this request until they restart."""
         self.num_losses = 0
@@ -90,7 +92,7 @@ class AttemptHistory:
 
     def answered(self) -> None:
         """Record the attempt's first token: the request is no poison candidate."""
-        self.stage = Stage.ANSWERED
+        self.stage, self.has_answer = Stage.ANSWERED, True
         self.num_suspicions = 0
 
     def failed(self, worker: WorkerMember, error: WorkerRefused | WorkerFailed | WorkerLost) -> None:

@@ -142,6 +142,8 @@ class Router:
         if not self.scorer.first_token(placement):
             return
         self.fleet.report_success(placement.worker.worker_id)
+        if placement.request.is_whole:
+            return
         actual_s = self._clock() - placement.placed_s
         if actual_s > 0.0:
             self._metrics.predicted_over_actual_ttft.observe(placement.predicted_ttft_s / actual_s)

@@ -97,3 +97,5 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """The parent of the first block; empty: its blocks are not copied to other workers."""
     client_id: Key = Key("")
     """The client's own id of the request; empty: none."""
+    is_whole: bool = False
+    """The answer comes as a whole, and its first token is not seen."""

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 
 from cache.records import Candidate, WorkerLoad
 from cache.types import GatewayId
+from server.config import GatewayConfig
+from server.metrics import LATENCY_S
 from server.ops.overview import Overview
 from server.router.index_accuracy import IndexAccuracy
 from server.usage.day import DayHistory
@@ -24,6 +26,7 @@ from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
 from tests.waiting import until
+from worker.contracts.metrics import WorkerMetrics
 from worker.wire import TokenizerBundle
 
 
@@ -95,6 +98,15 @@ async def test_vllms_names_by_model(bundle: TokenizerBundle, raw_tokenizer: Toke
         assert counted(f"{name}_count") == counted(f"{name}_bucket", le="+Inf") == (whole - 1) + (2 - 1)
         assert counted("request_prompt_tokens_count") == 3
         assert counted("request_generation_tokens_sum") == whole + 2 * 3 + 2
+
+
+def test_a_bucket_holds_the_longest_request() -> None:
+    """A quantile above the last bound would be that bound."""
+    longest_s = GatewayConfig(workers=("http://w",)).request_timeout_s
+    assert LATENCY_S[-1] >= longest_s
+    for histogram in (WorkerMetrics().queue_s, WorkerMetrics().decode_s):
+        bounds = [sample.labels["le"] for sample in next(iter(histogram.collect())).samples if "le" in sample.labels]
+        assert sorted(map(float, bounds))[-2] >= longest_s
 
 
 async def test_choices_run_side_by_side(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:

@@ -106,7 +106,7 @@ class EngineServer(EngineApi):
                             is_done = True
                         else:
                             yield data
-                            is_done = any(kind in data for kind in last) and _type_of(data) in last
+                            is_done = any(kind in data for kind in last) and type_of(data) in last
         if not is_done:
             raise EngineLostError("the answer ended early")
 
@@ -148,7 +148,7 @@ class EngineServer(EngineApi):
         return EngineLostError(why, gone=is_unconnected and not is_own, closed=is_closed)
 
 
-def _type_of(data: bytes) -> bytes:
+def type_of(data: bytes) -> bytes:
     try:
         return msgspec.json.decode(data, type=_Typed).type.encode()
     except msgspec.MsgspecError:

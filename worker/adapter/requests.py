@@ -97,8 +97,7 @@ class EngineRequests:
     def abort(self, key: RequestKey) -> None:
         """End a request. Ignores unknown keys."""
         if (active := self.active.get(key)) is not None:
-            choices = active.request.choices
-            self._end(active, *(Finished(each.index, "abort") for each in choices), active.end())
+            self._end(active, *(Finished(each.index, "abort") for each in active.request.choices), active.end())
 
     def fail_all(self, failed: Failed) -> None:
         """End every request with this frame."""
@@ -216,9 +215,10 @@ class EngineRequests:
         """Record the first token of a request."""
         self._start(active, num_expected)
         self._account.first_token(prefill)
-        active.first_token_s = time.monotonic()
-        if active.steps is not None:
-            active.steps.first_token_s = active.first_token_s
+        if (call := active.request.call) is None or call.streams or call.pools:  # else the whole answer is here
+            active.first_token_s = time.monotonic()
+            if active.steps is not None:
+                active.steps.first_token_s = active.first_token_s
         self._start_reached()
 
     def _emit(self, active: ActiveRequest, *frames: Frame) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from cache.hashing import MediaStart
 from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError
-from worker.adapter.http import AnswerTooLongError, EngineServer, refusal_of, refused, understood
+from worker.adapter.http import AnswerTooLongError, EngineServer, refusal_of, refused, type_of, understood
 from worker.common.capabilities import CHAT, IMAGES
 from worker.common.chat_probes import BLACK_PNG
 from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
@@ -25,6 +25,8 @@ RESPONSES: Final = "/v1/responses"
 TEXT_APIS: Final = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 LAST_EVENTS: Final = (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 """Types of the last event of a stream without [DONE]."""
+_FIRST_EVENTS: Final = (b"response.created", b"response.in_progress")
+"""Types of the events that vLLM sends before it computes anything."""
 _RENDER_TIMEOUT_S: Final = 60.0  # images have to be read, and prompts of megabytes
 _RENDER_ATTEMPTS: Final = 3  # a request that ends three connections has caused the faults itself
 _CLOSING_S: Final = 0.05
@@ -166,11 +168,9 @@ class TextServer(EngineServer):
         """Return whether the engine renders an image in a chat."""
         part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BLACK_PNG}"}}
         body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
-        try:
-            rendered = await self.render(EngineCall(CHAT, msgspec.json.encode(body)))
-        except EngineRefusedError:
-            return False
-        return bool(rendered.media)
+        with contextlib.suppress(EngineRefusedError):
+            return bool((await self.render(EngineCall(CHAT, msgspec.json.encode(body)))).media)
+        return False
 
     async def generate(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
@@ -205,8 +205,12 @@ async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]
             raise refused(status, answer)
         yield part_of(answer)
         return
+    held = list[EnginePart]()  # up to the first token, which the first part stands for
     async for data in server.events(call.path, body, LAST_EVENTS):
-        yield part_of(data)
+        held.append(part_of(data))
+        if call.path != RESPONSES or type_of(data) not in _FIRST_EVENTS:
+            while held:
+                yield held.pop(0)
 
 
 def part_of(data: bytes) -> EnginePart:
@@ -246,8 +250,7 @@ def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_
     if call.path != MESSAGES:
         body |= {"request_id": request_id, "priority": request.priority}
     echoes, shows_prompt = (bytes(body.get(name, b"")) == b"true" for name in ("echo", "return_prompt_text"))
-    output_ids = request.choices[0].output_ids
-    prompt_ids = [*request.prompt_ids, *output_ids]
+    prompt_ids = [*request.prompt_ids, *request.choices[0].output_ids]
     if call.path in (CHAT, MESSAGES) and not (request.media or shows_prompt):  # for these, vLLM renders again
         body["kv_transfer_params"] = {"prompt_token_ids": prompt_ids}
     elif call.path == COMPLETIONS and not echoes:
@@ -262,8 +265,7 @@ def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_
 
 def shorten(body: dict[str, Any], request: GenerateRequest, path: str) -> None:
     """Ask for the rest of an answer of which the request brings the first tokens."""
-    num_done = len(request.choices[0].output_ids)
-    if num_done:
+    if num_done := len(request.choices[0].output_ids):
         for name in LENGTHS[path]:
             body.pop(name, None)
         body[LENGTHS[path][0]] = request.sampling.max_tokens - num_done

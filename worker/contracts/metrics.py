@@ -15,6 +15,7 @@ from worker.contracts.engine import EngineOutput, StepKind
 from worker.wire import End, Failed, Finished, Tokens
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_LONG_SECONDS: Final = (*_SECONDS, 120.0, 300.0, 600.0, 3600.0)  # as a request may take
 _SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -44,9 +45,9 @@ class WorkerMetrics:
         self.draft_tokens = counter("draft_tokens", "Draft tokens that were verified")
         self.accepted_tokens = counter("accepted_draft_tokens", "Draft tokens that were right, and so sampled")
         self.skipped_tokens = counter("skipped_tokens", "Tokens beyond the first that came together for a choice")
-        self.queue_s = histogram("queue_seconds", "From arrival to the start of the prefill", _SECONDS)
-        self.prefill_s = histogram("prefill_seconds", "From the start of the prefill to the first token", _SECONDS)
-        self.decode_s = histogram("decode_seconds", "From the first token to the end", _SECONDS)
+        self.queue_s = histogram("queue_seconds", "From arrival to the start of the prefill", _LONG_SECONDS)
+        self.prefill_s = histogram("prefill_seconds", "From the start of the prefill to the first token", _LONG_SECONDS)
+        self.decode_s = histogram("decode_seconds", "From the first token to the end", _LONG_SECONDS)
 
         self.queue_size = gauge("queue_size", "Waiting sequences")
         self.queued_tokens = gauge("queued_tokens", "Tokens that the waiting sequences have to compute")

@@ -12,7 +12,7 @@ from server.api.engine.text import EngineFormatter
 from server.errors import WorkerLostError
 from server.request.choice import ChoiceDelta
 from tests.server.api.engine_worker import USAGE, WORDS, EngineWorker, engine_gateway, text_of
-from tests.server.scripted_worker import Die, script_of
+from tests.server.scripted_worker import Die, listening, script_of
 from tests.server.sse_grammar import events
 from tests.server.test_app import chat, post, post_once
 from worker.wire import (
@@ -178,6 +178,27 @@ async def test_an_unstreamed_answer_begins_again(engines: list[EngineWorker]) ->
     assert status == 200
     assert json.loads(raw)["choices"][0]["message"]["content"] == "".join(WORDS)
     assert engines[1].received[0].choices[0].output_ids == ()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_router_knows_an_answer_that_comes_as_a_whole(engines: list[EngineWorker], *, stream: bool) -> None:
+    async with engine_gateway(engines[0]) as target:
+        await post(target.url, chat(stream=stream))
+        assert [placement.request.is_whole for placement in target.router.placements] == [not stream]
+
+
+async def test_explain_and_compare_ask_the_engine_too(engines: list[EngineWorker]) -> None:
+    """The gateway's own prompts would be placed at no worker."""
+    async with engine_gateway(engines[0]) as target, listening(target.ops) as ops:
+        _, _, raw = await post(ops, chat(temperature=0.5), "/route/explain")
+        explained = json.loads(raw)
+        assert ([each["guard"] for each in explained["workers"]], explained["choice"]) == ([None], ["w0"])
+        assert explained["sampling_params"] == {}
+        _, _, raw = await post(ops, {"a": chat(), "b": chat()}, "/prefixes/compare")
+        assert len(engines[0].rendered) == 3
+        assert json.loads(raw)["goes_on"]
+        await post(target.url, chat())
+    assert explained["prompt_tokens"] == len(engines[0].received[0].prompt_ids)
 
 
 async def test_engine_refuses_in_its_own_words(engines: list[EngineWorker]) -> None:

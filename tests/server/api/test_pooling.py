@@ -85,7 +85,8 @@ async def test_the_engines_count_of_tokens_is_the_tenants(engines: list[PoolingW
     async with pooling_gateway(engines[0]) as target:
         await ask(target, "/score", {"model": "tiny", "text_1": "a", "text_2": "b"})
         counted = target.metrics.registry.get_sample_value
-        assert counted("vllm:prompt_tokens_total", {"model_name": "tiny"}) == 9
+        for name in ("prompt_tokens_total", "request_prompt_tokens_sum"):
+            assert counted(f"vllm:{name}", {"model_name": "tiny"}) == 9
 
 
 async def test_a_tenants_requests_wait_side_by_side(engines: list[PoolingWorker]) -> None:

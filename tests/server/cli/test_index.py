@@ -18,6 +18,8 @@ from cache.records import WorkerLoad
 from cache.redis_index import IndexWriter, WriterSettings
 from cache.types import Epoch, IndexEntry, WorkerId
 from server import cli
+from server.cli.common import plain_console
+from server.cli.index import COUNTS, shown
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
 from tests.server.cli.commands import status_of
@@ -115,6 +117,16 @@ async def test_it_reads_a_gateway_and_a_redis_and_empties_a_worker(
         redis.kill()
         assert await headstart("--ops", gateway.ops) == 1
         assert "answered 503: Redis does not answer" in capsys.readouterr().err
+
+
+def test_a_model_cannot_command_the_terminal() -> None:
+    """Whoever can write to Redis names it."""
+    row = {"worker_id": "w", "model": "m\x1b[2J", "epoch": "e", "tier_blocks": {}, "live": True, "draining": False}
+    row |= dict.fromkeys((*COUNTS, "lease_left_s", "lease_age_s"), 1)
+    with (console := plain_console(200)).capture() as captured:
+        console.print(shown("workers", {"workers": [row]}))
+    assert r"'m\x1b[2J'" in captured.get()
+    assert "\x1b" not in captured.get()
 
 
 @pytest.mark.parametrize(

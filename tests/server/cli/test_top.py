@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from server import cli
 from server.cli import doctor
 from server.cli.common import CommandError, ops_url
 from server.cli.index import parser as index_parser
-from server.cli.top import View, events, index_state, parser, picture
+from server.cli.top import View, clock, events, index_state, parser, picture
 from tests.server.cli.commands import status_of
 from tests.server.conftest import ANSWER
 from tests.server.scripted_worker import ScriptedWorker, listening
@@ -96,6 +97,14 @@ def test_a_view_that_connects_again_shows_a_decision_once() -> None:
     assert [each["request"] for each in seen.decisions] == ["a", "c"]
 
 
+def test_a_retry_replaces_its_decision() -> None:
+    """The first worker does not show what the second one found."""
+    seen = View()
+    seen.update("decisions", {"decisions": [decision("a", "lost"), decision("b", "w1")]})
+    seen.update("decisions", {"decisions": [decision("a", "w1")], "found": {"a": 64}})
+    assert [(each["request"], each["worker"]) for each in seen.decisions] == [("b", "w1"), ("a", "w1")]
+
+
 def test_the_workers_needed_are_on_the_screen() -> None:
     seen = view(worker("w0"))
     assert "needed" not in drawn(seen)
@@ -159,6 +168,12 @@ def test_a_name_cannot_command_the_terminal() -> None:
 )
 def test_the_state_of_the_index_in_words(index: dict[str, Any], says: str) -> None:
     assert index_state(index)[0].startswith(says)
+
+
+def test_a_time_of_another_day_has_its_day() -> None:
+    now = time.time()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", clock(now))
+    assert re.fullmatch(r"\d\d \w+ \d\d:\d\d:\d\d", clock(now - 24 * 3600))
 
 
 def test_ops_url() -> None:

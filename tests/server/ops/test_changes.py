@@ -55,6 +55,14 @@ def test_the_life_of_a_worker() -> None:
     ]
 
 
+def test_a_purge_is_no_restart() -> None:
+    """A worker begins a new epoch without a death, too."""
+    seen = Watched()
+    seen.see(("w", "serving"))
+    seen.see(("w", "serving"), epoch="2")
+    assert [what for _, what, _ in seen.shown()] == ["joined", "began a new epoch"]
+
+
 def test_requests_of_one_kind_are_one_line_for_a_minute() -> None:
     seen = Watched()
     seen.see(queue_full=2)

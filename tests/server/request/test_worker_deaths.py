@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count, repeat
 
 import openai
 import pytest
@@ -19,7 +19,7 @@ from server.workers.connection import WorkerRefused
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
-from tests.server.scripted_worker import Die, Script, ScriptedWorker, script_of
+from tests.server.scripted_worker import Die, Refuse, Script, ScriptedWorker, script_of
 from tests.server.sse_grammar import GrammarError, check_chat, events
 from tests.server.test_app import MESSAGES, chat, client, post
 from tests.waiting import until
@@ -114,6 +114,20 @@ async def test_unstreamed_answers_restart_on_other_numerics(make: MakeWorker) ->
         assert target.metrics.registry.get_sample_value("headstart_restarted_total") == 1
         assert other.received[0].choices[0].output_ids == ()
         assert headers["x-headstart-worker"] == other.worker_id
+
+
+@pytest.mark.parametrize("has_other", [False, True])
+async def test_only_answers_that_go_on_count_as_moved(make: MakeWorker, *, has_other: bool) -> None:
+    """A worker that refuses the rest of an answer has not continued it."""
+    dying, full, other = make(), make(), make()
+    dies, full.behave = dies_after(dying, 5), script_of(then=Refuse(429, "queue_full"))
+    scripts = chain([dies], repeat(full.behave))
+    dying.behave = lambda request: next(scripts)(request)
+    async with gateway(dying, full, *([other] if has_other else [])) as target:
+        status, _, _ = await post(target.url, chat())
+        counted = target.metrics.registry.get_sample_value
+        moved = counted("headstart_resumed_total"), counted("headstart_restarted_total")
+        assert (status, moved) == ((200, (1, 0)) if has_other else (503, (0, 0)))
 
 
 async def test_a_dead_address_is_passed_over(make: MakeWorker) -> None:

@@ -51,3 +51,11 @@ async def test_the_prediction_of_an_idle_worker_is_the_prefill(three: Fleets) ->
     three.clock.now_s += 2 * placement.predicted_ttft_s
     three.router.first_token(placement)
     assert three.metrics.predicted_over_actual_ttft.sum() == pytest.approx(0.5)
+
+
+async def test_an_answer_as_a_whole_has_no_time_to_first_token(three: Fleets) -> None:
+    placement = await three.place(chain(100), is_whole=True)
+    three.router.started(placement, 0)
+    three.clock.now_s += 60.0
+    three.router.first_token(placement)
+    assert three.metrics.predicted_over_actual_ttft.cumulative()[-1] == 0

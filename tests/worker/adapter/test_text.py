@@ -196,7 +196,7 @@ async def test_answers_to_images_come_from_messages(server: ScriptedHttp, api: V
 @contextlib.asynccontextmanager
 async def rig_over(api: VllmApi) -> AsyncIterator[Rig]:
     rig = Rig(api, facts=facts_of(await api.load(), await api.model()))
-    rig.engine.member = replace(MEMBER, capabilities=(CHAT,))
+    rig.engine.member = replace(MEMBER, capabilities=(CHAT, RESPONSES))
     async with running(rig):
         yield rig
 
@@ -215,6 +215,18 @@ async def test_frames_of_a_stream(server: ScriptedHttp, api: VllmApi) -> None:
     assert frames[-1].num_cached_tokens == 32
 
 
+async def test_a_response_begins_with_its_first_token(server: ScriptedHttp, api: VllmApi) -> None:
+    """vLLM sends two events before it computes anything: they are no sign of a token, and nothing of the answer."""
+    begins = [{"type": f"response.{state}", "response": {}} for state in ("created", "in_progress")]
+    text, done = {"type": "response.output_text.delta", "delta": "a"}, {"type": "response.completed", "response": {}}
+    server.answers[f"POST {RESPONSES}"] = sse(*begins, text, done, done=False)
+    assert [json.loads(part.data) for part in await parts_of(api, asking(RESPONSES))] == [*begins, text, done]
+    server.answers[f"POST {RESPONSES}"] = sse(*begins, done=False)
+    async with rig_over(api) as rig:
+        frames = await rig.answer(asking(RESPONSES))
+    assert [type(frame) for frame in frames] == [Started, Failed]
+
+
 async def test_frames_of_a_whole_answer(server: ScriptedHttp, api: VllmApi) -> None:
     answer: dict[str, Any] = dict(USAGE)
     answer["choices"] = [{"index": 0, "message": {}, "token_ids": [5, 6], "finish_reason": "stop"}]
@@ -222,6 +234,7 @@ async def test_frames_of_a_whole_answer(server: ScriptedHttp, api: VllmApi) -> N
     async with rig_over(api) as rig:
         frames = await rig.answer(asking(streams=False))
     assert token_ids(frames) == [5, 6]
+    assert rig.metrics.registry.get_sample_value("headstart_worker_prefill_seconds_count") == 0, "its end is not seen"
     assert [type(frame) for frame in frames][-2:] != [Failed]
     assert frames[-1].num_cached_tokens == 32  # type: ignore[union-attr]
 
