@@ -131,6 +131,8 @@ def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
             _add_message(turns, message)
         else:
             turns.append({**message, "content": content})
+            if (thoughts := turns[-1].pop("reasoning", None)) is not None:  # which vLLM reads first
+                turns[-1]["reasoning_content"] = thoughts
     return turns if all(_is_content(turn["content"]) for turn in turns) else None
 
 
@@ -215,10 +217,8 @@ def _items(turn: Turn) -> list[dict[str, Any]]:
     message: dict[str, Any] | None = {"type": "message", "role": turn["role"], "content": content}
     calls, items = iter(turn.get("tool_calls") or ()), []
     for item in own:
-        if "call_id" in item:
-            items.append({**item, "call_id": next(calls)["id"]})
-        elif (item.get("type") or "message") != "message":
-            items.append(item)
+        if (item.get("type") or "message") != "message":
+            items.append({**item, "call_id": next(calls)["id"]} if "call_id" in item else item)
         elif message is not None:
             items.append(item | message)
             message = None
