@@ -23,7 +23,7 @@ TEXTS: Final = {CHAT_PATH: "messages", MESSAGES_PATH: "messages", RESPONSES_PATH
 LEADS: Final = {MESSAGES_PATH: "system", RESPONSES_PATH: "instructions"}
 """Fields that hold the system message."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-"""A turn of another role is refused by the template, in its own words."""
+"""The last two are of chats. A turn of another role is refused by the template, in its own words."""
 _ALL: Final = Shapes(
     turns="parted",
     first_user=True,
@@ -123,7 +123,8 @@ def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
             _add_item(turns, message)
             continue
         role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
-        if role not in _ROLES or not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        is_known = role in (_ROLES if path == CHAT_PATH else _ROLES[:4]) and isinstance(calls, list)
+        if not is_known or not all(isinstance(call, dict) for call in calls):
             return None
         if path == MESSAGES_PATH and isinstance(content, list) and _is_content(content):
             turns += _turns_of_blocks(role, content)

@@ -125,6 +125,13 @@ def test_results_of_another_form_are_left_to_the_engine(path: str, output: objec
 
 
 @pytest.mark.parametrize("path", BODIES)
+def test_a_chats_result_in_another_api_is_left_to_the_engine(path: str) -> None:
+    field = "input" if path.endswith("responses") else "messages"
+    turns = _turns(path, fields_of({field: [{"role": "tool", "tool_call_id": "c", "content": "r"}]}))
+    assert (turns is None) == (path != CHAT_PATH)
+
+
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("needs", [False, True])
 async def test_tools_get_the_fields_that_an_engines_template_needs(path: str, needs: bool) -> None:
     """The messages, whole tools and those that the engine runs stay as they are."""
