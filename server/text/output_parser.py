@@ -153,7 +153,7 @@ class OutputParser(TextReader):
             assert read_calls is not None
             start, self.thinking = self.num_chars - len(self.text), False
             if (yield from read_calls(self, think)):
-                self.answer_start = start
+                self.answer_start, self._closing = start, thoughts.ends[0]
                 return
             self.thinking = True
         self.end_thoughts()

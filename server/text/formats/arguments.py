@@ -187,10 +187,10 @@ def literal(node: ast.expr) -> Any:
 def read_relaxed(reader: TextReader, quote: str) -> Checking:
     """Read an object whose strings are between `quote`, and whose keys are bare. Return whether it is closed."""
     depth, previous, emit = 0, "", partial(reader.emit, "arguments")
-    marks = (*"{}[],:", quote)
+    marks = (*"{}[],", quote)
     while True:
         parts: list[str] = []
-        mark = yield from reader.until(marks, parts.append)
+        mark = yield from reader.until(marks if previous == ":" else (*marks, ":"), parts.append)
         word = "".join(parts).strip()
         if word and not mark:
             emit(word)

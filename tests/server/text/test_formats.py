@@ -37,6 +37,7 @@ SCHEMAS: dict[str, Any] = {
 CITY = ("get_weather", {"city": "Köln"})
 LONG = ("get_weather", {"city": "Köln", "days": 3})
 NOW: tuple[str, dict[str, Any]] = ("now", {})
+WITH_COLON = ("get_weather", {"city": "ftp://a/b", "days": 3})
 CITY_JSON = '{"city": "Köln"}'
 LONG_JSON = '{"city": "Köln", "days": 3}'
 NESTED = {"city": 'K"ö}<ln\n', "days": -3, "options": {"a": [1, {"b": None}], "c": "x,y"}, "tags": ["a", "🎉"]}
@@ -93,6 +94,7 @@ CASES = [
     Case("hermes", f"Well.\n\n{qwen(objects(('get_weather', NESTED_JSON)))}", [("get_weather", NESTED)], "Well."),
     Case("hermes", f"<think>\nhm\n</think>\n\n{qwen(objects(BOTH[0]))}", [LONG], "", "\nhm\n", "maybe"),
     Case("hermes", f"hm\n{qwen(objects(BOTH[0]))}", [LONG], "", "hm\n", "inside"),
+    Case("hermes", f"hm{qwen(objects(BOTH[0]))}</think>yes", [LONG], "yes", "hm", "inside"),
     Case("hermes", "a <tool_call> b</think>yes", (), "yes", "a <tool_call> b", "inside"),
     # Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5
     Case("qwen3_coder", qwen(WEATHER_XML), [CITY]),
@@ -224,6 +226,7 @@ CASES = [
         [("get_weather", {"options": {"a": [1, {"b": None}], "c": "x,y"}, "tags": ["a"], "exact": True})],
         "Hi",
     ),
+    Case("gemma4", "<|tool_call>call:get_weather{city:ftp://a/b,days:3}<tool_call|>", [WITH_COLON]),
     Case("gemma4", "hm<channel|>Hi", (), "Hi", "hm", "inside", "gemma4"),
     # gpt-oss
     Case(
