@@ -287,9 +287,8 @@ class MessagesFormatter(ResponseFormatter):
     @property
     def _is_cut_call(self) -> bool:
         """The answer ended before the arguments of a call: without a word of that, the call would look whole."""
-        last = self._last
-        is_cut = last is not None and (last.finish_reason == "length" or isinstance(last.stop_reason, str))
-        return self._waits_for_arguments and is_cut
+        last, waits = self._last, self._waits_for_arguments
+        return waits and last is not None and (last.finish_reason == "length" or isinstance(last.stop_reason, str))
 
     def _usage(self, response: ResponseStream) -> dict[str, Any]:
         """Count tokens; input tokens do not include cached ones."""
