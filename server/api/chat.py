@@ -298,7 +298,7 @@ class ChatFormatter(ChunkFormatter):
 
     def _finish_reason(self, choice: ChoiceDelta) -> str | None:
         is_named = self._rules.is_named or self._rules.forced is not None
-        has_calls = not is_named and self._messages[choice.choice].has_calls
+        has_calls = not is_named and self._messages[choice.choice].has_calls(choice.stop_reason)
         return "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
 
     def _chunk(

@@ -175,9 +175,7 @@ def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
 
 def _enable_thinking(thinking: ThinkingConfig | None) -> bool | None:
     """Return the switch. With `adaptive` and `between_tools` the template decides."""
-    if thinking is None or thinking.type not in ("enabled", "disabled"):
-        return None
-    return thinking.type == "enabled"
+    return None if thinking is None or thinking.type not in ("enabled", "disabled") else thinking.type == "enabled"
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -289,7 +287,8 @@ class MessagesFormatter(ResponseFormatter):
     @property
     def _is_cut_call(self) -> bool:
         """The answer ended before the arguments of a call: without a word of that, the call would look whole."""
-        return self._waits_for_arguments and self._last is not None and self._last.finish_reason == "length"
+        last, waits = self._last, self._waits_for_arguments
+        return waits and last is not None and (last.finish_reason == "length" or isinstance(last.stop_reason, str))
 
     def _usage(self, response: ResponseStream) -> dict[str, Any]:
         """Count tokens; input tokens do not include cached ones."""

@@ -120,7 +120,7 @@ class ResponsesFormatter(ResponseFormatter):
             self._add_piece(delta.text[start:end], delta.entries[at - 1 : at], is_last=is_end)
         if is_last:
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
-            self._close(self._status)
+            self._close("incomplete" if self._parser.is_cut_at(delta.stop_reason) else self._status)
 
     def _add_piece(self, piece: str, entries: Sequence[TokenEntry], *, is_last: bool) -> None:
         parsed = self._parser.feed(piece, last=is_last)

@@ -228,7 +228,7 @@ def _required(node: Node) -> frozenset[str]:
 
 def _types(node: Node) -> set[str]:
     given = node.get("type", [])
-    types = {given} if isinstance(given, str) else {name for name in given if isinstance(name, str)}
+    types = {name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)}
     return types - {"integer"} | {"number"} if "integer" in types else types
 
 

@@ -15,14 +15,7 @@ from msgspec import Meta, Struct
 
 from server.schema.blocks import NOT_TEXT
 from server.schema.decoding import invalid, unsupported
-from server.schema.fields import (
-    MAX_TOOLS,
-    Count,
-    ModelFields,
-    PositiveCount,
-    Probability,
-    check_stops,
-)
+from server.schema.fields import MAX_TOOLS, Count, ModelFields, PositiveCount, Probability, check_stops
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
 from server.schema.tools import Ignored, ToolDefinition, ToolName, ToolSet, ToolSpec, converted, make_tool_set
 
@@ -195,11 +188,13 @@ class CountTokensRequest(ModelFields, kw_only=True):
         return self.prompt_cache_key or (self.metadata and self.metadata.user_id) or self.user
 
     def _cache_controls(self) -> Iterator[dict[str, Any]]:
-        contents = (self.system, *(message.content for message in self.messages))
-        blocks = (block for content in contents if isinstance(content, list) for block in content)
-        controls = (self.cache_control, *(block.cache_control for block in blocks))
+        contents: list[Any] = [self.system, *(message.content for message in self.messages)]
+        controls = [self.cache_control, *(tool.get("cache_control") for tool in self.tools or ())]
+        for content in contents:  # which grows
+            for block in content if isinstance(content, list) else ():
+                controls.append(block.cache_control)
+                contents.append(block.content)
         yield from (control for control in controls if isinstance(control, dict))
-        yield from (tool["cache_control"] for tool in self.tools or () if isinstance(tool.get("cache_control"), dict))
 
     def check(self) -> None:
         if self.structured_outputs is not None:

@@ -45,7 +45,6 @@ class TokenBytes(dict[int, bytes]):
         self._tokenizer = tokenizer
         self.kind: VocabKind = _kind(layout.get("decoder"))
         self.special_ids = frozenset(t["id"] for t in layout.get("added_tokens", ()) if t["special"])
-        self._added_ids = frozenset(t["id"] for t in layout.get("added_tokens", ()))
 
     def __missing__(self, token_id: int) -> bytes:
         token_bytes = self[token_id] = self._build(token_id)
@@ -61,8 +60,6 @@ class TokenBytes(dict[int, bytes]):
             except KeyError:
                 return token.encode("utf-8", "replace")
         if self.kind == "sentencepiece":
-            if token_id in self._added_ids:
-                return token.encode("utf-8", "replace")
             if match := _BYTE_TOKEN.match(token):
                 return bytes([int(match[1], 16)])
             return token.replace("\u2581", " ").encode("utf-8", "replace")
@@ -115,8 +112,7 @@ class Detokenizer:
         """Return the text that these tokens release. Feed one at a time to learn which one completed a stop string."""
         if self.stopped:
             return ""
-        token_bytes = self._token_bytes
-        hidden = self._hidden
+        token_bytes, hidden = self._token_bytes, self._hidden
         return self._release(self._utf8.decode(b"".join([token_bytes[id_] for id_ in token_ids if id_ not in hidden])))
 
     def finish(self) -> str:
@@ -131,8 +127,6 @@ class Detokenizer:
         return text
 
     def _release(self, fresh: str) -> str:
-        if not fresh:
-            return ""
         self.num_chars += len(fresh)
         if not self._rules.stops:
             self.text_len += len(fresh)
@@ -141,9 +135,7 @@ class Detokenizer:
         found = [(start + len(stop), start) for stop in self._rules.stops if (start := text.find(stop)) >= 0]
         if found:
             end, start = min(found)  # the first that is complete; the longest of those with one end
-            self.stopped = True
-            self.matched = text[start:end]
-            self._held = ""
+            self.stopped, self.matched, self._held = True, text[start:end], ""
             released = text[: end if self._rules.include_stop else start]
         else:
             keep = ambiguous_len(text, self._rules.stops)

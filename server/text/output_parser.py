@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from server.schema.tools import ToolKind, ToolName
-from server.text.call_syntax import InputReader
+from server.text.call_syntax import InputReader, is_json
 from server.text.detokenizer import ambiguous_len
 from server.text.formats import CALL_LIST
 from server.text.formats.base import DeltaKind, Reading, TextReader, ToolFormat
@@ -97,6 +97,7 @@ class OutputParser(TextReader):
         self._input: InputReader | None = None
         """The reader of the last call's input, if this is in the arguments of a custom tool."""
         self._escapes = WholeEscapes()
+        self._arguments = list[str]()  # the last call's, as the model has written them
         self._deltas: list[OutputDelta] = []
         self._reading = self._answer()
 
@@ -110,6 +111,10 @@ class OutputParser(TextReader):
             self.answer_start = self.num_chars
         deltas, self._deltas = self._deltas, []
         return deltas
+
+    def is_cut_at(self, stop_reason: str | int | None) -> bool:
+        """Return whether a stop string has ended the text within the last call, which must not run."""
+        return self._num_calls > 0 and isinstance(stop_reason, str) and not is_json("".join(self._arguments), cut=False)
 
     def _answer(self) -> Reading:
         """Read the whole text."""
@@ -148,7 +153,7 @@ class OutputParser(TextReader):
             assert read_calls is not None
             start, self.thinking = self.num_chars - len(self.text), False
             if (yield from read_calls(self, think)):
-                self.answer_start = start
+                self.answer_start, self._closing = start, thoughts.ends[0]
                 return
             self.thinking = True
         self.end_thoughts()
@@ -170,12 +175,15 @@ class OutputParser(TextReader):
         self.emit("content", text[:size])
 
     def emit(self, kind: DeltaKind, text: str) -> None:
+        if kind == "arguments":
+            self._arguments.append(text)
         if kind == "call":
             held, self._space = self._space.rstrip(), ""
             self.emit("content", held)
             self._end_input()
             text = joined_pairs(text)
             self._num_calls += 1
+            self._arguments.clear()
             if self._rules.client_name(text).kind == "custom" and not self._rules.is_raw_input:
                 self._input = InputReader()
         elif kind == "arguments" and self._rules.is_raw_input:
@@ -219,9 +227,9 @@ class ChoiceMessage:
         self._rules = rules
         self._num_calls = 0
 
-    @property
-    def has_calls(self) -> bool:
-        return self._num_calls > 0
+    def has_calls(self, stop_reason: str | int | None) -> bool:
+        """Return whether the client has calls to run. `stop_reason`: a string if that string ended the text."""
+        return self._num_calls > 0 and not self._parser.is_cut_at(stop_reason)
 
     def deltas(self, text: str, *, last: bool) -> list[dict[str, Any]]:
         """Return the `delta` objects of a stream for more text."""

@@ -143,8 +143,8 @@ def _with_call_forms(shapes: Shapes, turn: Turn, found: dict[str, None]) -> Turn
     if shapes.lists_arguments and turn.get("tool_calls"):
         turn["tool_calls"] = calls = list(turn["tool_calls"])
         for at, call in enumerate(calls):
-            function = call.get("function") or {}
-            text = function.get("arguments")
+            function = call.get("function")
+            text = function.get("arguments") if isinstance(function, dict) else None
             if isinstance(text, str) and isinstance(arguments_of(text, "arguments"), str):
                 found["arguments"] = None
                 calls[at] = {**call, "function": {**function, "arguments": {NOT_JSON: text}}}
@@ -249,7 +249,7 @@ def _joined(first: Turn, second: Turn, thoughts: str) -> Turn:
         both["content"] = [part for content in contents for part in _parts(content)]
     for name in ("tool_calls", "own", thoughts):  # `own`: see server/api/engine/shapes.py
         if given := [each[name] for each in (first, second) if each.get(name)]:
-            both[name] = "\n".join(given) if name == thoughts else [item for items in given for item in items]
+            both[name] = "\n".join(map(str, given)) if name == thoughts else [item for items in given for item in items]
     return both
 
 

@@ -206,6 +206,7 @@ async def test_fields_that_matter_are_refused_by_name(worker: ScriptedWorker, na
     assert worker.received == []
 
 
+RESULT: Final = {"type": "tool_result", "tool_use_id": "t"}
 RETAINED: Final = {"prompt_cache_retention": "24h"}
 UNHEARD: Final[dict[str, tuple[str, dict[str, Any], str | None]]] = {
     "a retention in a chat": (CHAT, RETAINED, "prompt_cache_retention"),
@@ -220,6 +221,11 @@ UNHEARD: Final[dict[str, tuple[str, dict[str, Any], str | None]]] = {
     "a message": (MESSAGES, CACHED, "cache_control.ttl"),
     "a system block": (MESSAGES, {"system": [{**TEXT, **CACHED}]}, "cache_control.ttl"),
     "a block": (MESSAGES, {"messages": [{"role": "user", "content": [TEXT, {**TEXT, **CACHED}]}]}, "cache_control.ttl"),
+    "a block of a result": (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [{**RESULT, "content": [{**TEXT, **CACHED}]}]}]},
+        "cache_control.ttl",
+    ),
     "a tool": (MESSAGES, {"tools": [{**CLAUDE_TOOL, **CACHED}]}, "cache_control.ttl"),
     "no lifetime": (MESSAGES, {"cache_control": {"type": "ephemeral"}}, None),
     "an odd control": (MESSAGES, {"cache_control": "ephemeral"}, None),

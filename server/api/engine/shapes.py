@@ -23,7 +23,7 @@ TEXTS: Final = {CHAT_PATH: "messages", MESSAGES_PATH: "messages", RESPONSES_PATH
 LEADS: Final = {MESSAGES_PATH: "system", RESPONSES_PATH: "instructions"}
 """Fields that hold the system message."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-"""A turn of another role is refused by the template, in its own words."""
+"""The last two are of chats. A turn of another role is refused by the template, in its own words."""
 _ALL: Final = Shapes(
     turns="parted",
     first_user=True,
@@ -123,7 +123,8 @@ def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
             _add_item(turns, message)
             continue
         role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
-        if role not in _ROLES or not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        is_known = role in (_ROLES if path == CHAT_PATH else _ROLES[:4]) and isinstance(calls, list)
+        if not is_known or not all(isinstance(call, dict) for call in calls):
             return None
         if path == MESSAGES_PATH and isinstance(content, list) and _is_content(content):
             turns += _turns_of_blocks(role, content)
@@ -131,6 +132,8 @@ def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
             _add_message(turns, message)
         else:
             turns.append({**message, "content": content})
+            if (thoughts := turns[-1].pop("reasoning", None)) is not None:  # which vLLM reads first
+                turns[-1]["reasoning_content"] = thoughts
     return turns if all(_is_content(turn["content"]) for turn in turns) else None
 
 
@@ -215,10 +218,8 @@ def _items(turn: Turn) -> list[dict[str, Any]]:
     message: dict[str, Any] | None = {"type": "message", "role": turn["role"], "content": content}
     calls, items = iter(turn.get("tool_calls") or ()), []
     for item in own:
-        if "call_id" in item:
-            items.append({**item, "call_id": next(calls)["id"]})
-        elif (item.get("type") or "message") != "message":
-            items.append(item)
+        if (item.get("type") or "message") != "message":
+            items.append({**item, "call_id": next(calls)["id"]} if "call_id" in item else item)
         elif message is not None:
             items.append(item | message)
             message = None

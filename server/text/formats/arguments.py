@@ -62,7 +62,7 @@ class Tags:
                 is_cut = not is_end and reader.ended and any(mark.startswith(reader.text) for mark in (opening, *ends))
                 if not is_cut:  # other text is no argument
                     emit("{}" if separator == "{" else "}")
-                    reader.text = reader.text if is_end else space + reader.text
+                reader.text = "" if is_cut else reader.text if is_end else space + reader.text
                 return is_end
             reader.text = reader.text[len(opening) :]
             head: list[str] = []
@@ -80,7 +80,7 @@ class Tags:
         breaks = ("\n", "") if self.trims else ("",)
         if self.trims and (yield from reader.starts(("\n",))):
             reader.text = reader.text[1:]
-        after = [line + end for line in breaks for end in (self.value[1], self.opening, *ends)]
+        after = [line + end for line in breaks for end in (self.value[1], self.opening, ends[0])]
         emit, parts = partial(reader.emit, "arguments"), list[str]()
         if types == {"string"}:
             emit('"')
@@ -106,15 +106,16 @@ def types_of(schema: Any, key: str) -> frozenset[str]:
 def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if not isinstance(schema, Mapping) or depth == 0:
         return set()
-    named = schema.get("type")
-    found = {_ALIASES.get(each.lower(), each.lower()) for each in ([named] if isinstance(named, str) else named or ())}
+    given = schema.get("type")
+    names = given if isinstance(given, list) else [given]
+    found = {_ALIASES.get(name.lower(), name.lower()) for name in names if isinstance(name, str)}
     if not found:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         for value in values if isinstance(values, list) else ():
             found |= {next((name for name, fits in _TYPES.items() if fits(value)), "string")}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for option in schema.get(key) or ():
-            found |= _schema_types(option, root, depth - 1)
+    lists = [schema.get(key) for key in ("anyOf", "oneOf", "allOf")]
+    for option in [option for options in lists if isinstance(options, list) for option in options]:
+        found |= _schema_types(option, root, depth - 1)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         target: Any = root
@@ -169,7 +170,8 @@ def literal(node: ast.expr) -> Any:
     """Return the value of a Python literal. Raises ValueError for another one than JSON has."""
     match node:
         case ast.Constant(value=str() | bool() | int() | float() | None as value):
-            return value if not isinstance(value, float) else _finite(str(value))
+            text = str(value)  # raises ValueError for too many digits
+            return value if not isinstance(value, float) else _finite(text)
         case ast.Name(id=name) if name in _NAMES:
             return _NAMES[name]
         case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
@@ -177,18 +179,18 @@ def literal(node: ast.expr) -> Any:
         case ast.Dict(keys=keys, values=values):
             names = [literal(key) if key is not None else _refuse("**") for key in keys]
             return {str(name): literal(value) for name, value in zip(names, values, strict=True)}
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as number):
+            return -literal(number)
     raise ValueError(type(node).__name__)
 
 
 def read_relaxed(reader: TextReader, quote: str) -> Checking:
     """Read an object whose strings are between `quote`, and whose keys are bare. Return whether it is closed."""
     depth, previous, emit = 0, "", partial(reader.emit, "arguments")
-    marks = (*"{}[],:", quote)
+    marks = (*"{}[],", quote)
     while True:
         parts: list[str] = []
-        mark = yield from reader.until(marks, parts.append)
+        mark = yield from reader.until(marks if previous == ":" else (*marks, ":"), parts.append)
         word = "".join(parts).strip()
         if word and not mark:
             emit(word)

@@ -65,7 +65,7 @@ class _Arguments:
         self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
         self._is_open = not self._properties and any(schema.get(key) for key in _OPEN_SCHEMA)
         required = schema.get("required")
-        self._required = frozenset(required) if isinstance(required, list) else frozenset()
+        self._required = frozenset(map(str, required)) if isinstance(required, list) else frozenset()
         self._lines: list[str] = []
 
     def rules(self) -> list[str]:

@@ -57,8 +57,6 @@ THOUGHT_FORMATS: Final = {each.name: each for each in sorted((*_ALL, CHANNELS), 
 
 def thoughts_of(template: str, tokens: Collection[str]) -> ThoughtFormat | None:
     """Return the format that a chat template mentions, or that a vocabulary has tokens for."""
-    for each in _ALL:
-        if each.is_mentioned_in(template):
-            return each
-    special = (each for each in _ALL if each.is_special)
-    return next((each for each in special if {*each.starts, *each.ends} <= set(tokens)), None)
+    mentioned = [each for each in _ALL if each.is_mentioned_in(template)]
+    special = [each for each in _ALL if each.is_special and {*each.starts, *each.ends} <= set(tokens)]
+    return next(iter(mentioned or special), None)

@@ -82,6 +82,23 @@ def test_a_call_is_kept_where_turns_are_joined(path: str) -> None:
     assert {"a", "b"} <= {*"\n".join(texts(body)).split()}
 
 
+def test_thoughts_are_joined_under_either_name() -> None:
+    given = [{"reasoning": "1"}, {"reasoning_content": "2"}, {"reasoning": "3", "reasoning_content": "no"}]
+    messages = [{"role": "assistant", "content": "a", **thoughts} for thoughts in given]
+    turns = _turns(CHAT_PATH, fields_of({"messages": messages}))
+    assert turns is not None
+    (turn,) = repaired(Shapes(turns="joined"), turns, has_tools=False)[0]
+    assert (turn["content"], turn["reasoning_content"]) == ("a\n\na\n\na", "1\n2\n3")
+
+
+@pytest.mark.parametrize("wrong", [{"reasoning_content": 5}, {"tool_calls": [{"id": "c", "function": "f"}]}])
+def test_fields_of_wrong_types_are_left_to_the_engine(wrong: dict[str, Any]) -> None:
+    messages = [{"role": "assistant", "content": "a", **wrong}, {"role": "assistant", "content": "b"}]
+    turns = _turns(CHAT_PATH, fields_of({"messages": messages}))
+    assert turns is not None
+    assert repaired(Shapes(turns="joined", lists_arguments=True), turns, has_tools=True)[0]
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_ids_are_written_into_calls_and_results(path: str) -> None:
     steps = [Step("user", "x")]
@@ -105,6 +122,13 @@ def test_results_of_another_form_are_left_to_the_engine(path: str, output: objec
     body = BODIES[path]([Step("user", "x"), Step("tool", "MARK", result_of="c")], has_tools=True)
     body = json.loads(json.dumps(body).replace('"MARK"', json.dumps(output)))
     assert _turns(path, fields_of(body)) is None
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_chats_result_in_another_api_is_left_to_the_engine(path: str) -> None:
+    field = "input" if path.endswith("responses") else "messages"
+    turns = _turns(path, fields_of({field: [{"role": "tool", "tool_call_id": "c", "content": "r"}]}))
+    assert (turns is None) == (path != CHAT_PATH)
 
 
 @pytest.mark.parametrize("path", BODIES)

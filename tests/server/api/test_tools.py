@@ -72,6 +72,23 @@ async def test_a_call_that_was_cut_off_has_ended_by_its_length(
     assert [c["finish_reason"] for e in events(raw)[:-1] for c in e["choices"] if c["finish_reason"]] == ["length"]
 
 
+@pytest.mark.parametrize(("stop", "is_cut"), [("öln", True), ('arguments": ', True), ("</tool_call>", False)])
+async def test_a_call_that_a_stop_string_cuts_is_not_to_run(says: Says, stop: str, is_cut: bool) -> None:
+    async with gateway(says(CALL)) as target:
+        _, _, body = await post(target.url, chat(tools=[WEATHER], stop=[stop]))
+        _, _, raw = await post(target.url, chat(tools=[WEATHER], stop=[stop], stream=True))
+        asked = {"model": "tiny", "input": "Hi", "tools": [{"type": "function", **WEATHER["function"]}], "stop": stop}
+        _, _, response = await post(target.url, asked, "/v1/responses")
+        tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
+        asked = {"model": "tiny", "messages": MESSAGES, "tools": [tool], "stop_sequences": [stop], "max_tokens": 99}
+        _, _, message = await post(target.url, asked, "/v1/messages")
+    reason = "stop" if is_cut else "tool_calls"
+    assert json.loads(body)["choices"][0]["finish_reason"] == reason
+    assert [c["finish_reason"] for e in events(raw)[:-1] for c in e["choices"] if c["finish_reason"]] == [reason]
+    assert json.loads(response)["output"][-1]["status"] == ("incomplete" if is_cut else "completed")
+    assert ("INVALID_JSON" in json.loads(message)["content"][-1]["input"]) == is_cut
+
+
 @pytest.mark.parametrize(("parallel", "most"), [(True, None), (False, 1)])
 async def test_how_many_calls_may_be_required(says: Says, parallel: bool, most: int | None) -> None:
     worker = says("[]")

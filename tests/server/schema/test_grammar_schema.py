@@ -341,6 +341,7 @@ def test_options_that_share_no_value_are_held() -> None:
         ([{"type": "string"}, _tagged("a"), _tagged("b")], True),
         ([_tagged("a"), _tagged("a")], False),
         ([_tagged("a"), {"type": "object"}], False),
+        ([{"type": 5}, {"type": "string"}], False),
     ):
         assert (
             run_now(grammar_schema({"oneOf": options}, "x", strict=False).__await__()).relaxed

@@ -83,9 +83,13 @@ def _byte_ids(token_bytes: TokenBytes, data: bytes) -> list[int]:
 
 
 def test_a_sentencepiece_vocabulary_is_decoded() -> None:
+    """Gemma has rows of spaces as added tokens."""
     layout = {
         "version": "1.0",
-        "added_tokens": [],
+        "added_tokens": [
+            {"id": 5, "content": "▁▁", "special": False, "normalized": False}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        ],
         "normalizer": None,
         "pre_tokenizer": None,
         "post_processor": None,
@@ -100,11 +104,11 @@ def test_a_sentencepiece_vocabulary_is_decoded() -> None:
         "model": {
             "type": "BPE",
             "byte_fallback": True,
-            "vocab": {"▁Hello": 0, "▁": 1, "<0xC3>": 2, "<0xA9>": 3, "x": 4},
+            "vocab": {"▁Hello": 0, "▁": 1, "<0xC3>": 2, "<0xA9>": 3, "x": 4, "▁▁": 5},
             "merges": [],
         },
     }
     raw = RawTokenizer.from_str(json.dumps(layout))
     table = TokenBytes(raw, layout)
-    ids = [0, 1, 2, 3, 4]
-    assert "".join(run(Detokenizer(table, TextRules()), ids, [1, 2, 3])) == raw.decode(ids) == " Hello éx"
+    ids = [0, 1, 2, 3, 4, 5, 4]
+    assert "".join(run(Detokenizer(table, TextRules()), ids, [1, 2, 3])) == raw.decode(ids) == " Hello éx  x"

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from server.text.formats import CALL_LIST, FORMATS
+from server.text.formats.arguments import typed, types_of
+from server.text.formats.base import GrammarTools
 from server.text.formats.reasoning import THOUGHT_FORMATS
 from server.text.output_parser import OutputParser, OutputRules, ReasoningStart
 
@@ -24,6 +28,7 @@ SCHEMAS: dict[str, Any] = {
             "tags": {"type": "array", "items": {"type": "string"}},
             "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "ratio": {"$ref": "#/$defs/ratio"},
+            "note": {"type": ["string", None]},  # as YAML reads [string, null]
         },
         "$defs": {"ratio": {"type": "number"}},
     },
@@ -32,6 +37,7 @@ SCHEMAS: dict[str, Any] = {
 CITY = ("get_weather", {"city": "Köln"})
 LONG = ("get_weather", {"city": "Köln", "days": 3})
 NOW: tuple[str, dict[str, Any]] = ("now", {})
+WITH_COLON = ("get_weather", {"city": "ftp://a/b", "days": 3})
 CITY_JSON = '{"city": "Köln"}'
 LONG_JSON = '{"city": "Köln", "days": 3}'
 NESTED = {"city": 'K"ö}<ln\n', "days": -3, "options": {"a": [1, {"b": None}], "c": "x,y"}, "tags": ["a", "🎉"]}
@@ -88,6 +94,7 @@ CASES = [
     Case("hermes", f"Well.\n\n{qwen(objects(('get_weather', NESTED_JSON)))}", [("get_weather", NESTED)], "Well."),
     Case("hermes", f"<think>\nhm\n</think>\n\n{qwen(objects(BOTH[0]))}", [LONG], "", "\nhm\n", "maybe"),
     Case("hermes", f"hm\n{qwen(objects(BOTH[0]))}", [LONG], "", "hm\n", "inside"),
+    Case("hermes", f"hm{qwen(objects(BOTH[0]))}</think>yes", [LONG], "yes", "hm", "inside"),
     Case("hermes", "a <tool_call> b</think>yes", (), "yes", "a <tool_call> b", "inside"),
     # Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5
     Case("qwen3_coder", qwen(WEATHER_XML), [CITY]),
@@ -111,6 +118,8 @@ CASES = [
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln\n<parameter=days>\n3\n</parameter>\n</function>",
         [LONG],
     ),
+    Case("qwen3_coder", qwen(WEATHER_XML.replace("Köln", "</tool_call>")), [("get_weather", {"city": "</tool_call>"})]),
+    Case("qwen3_coder", qwen(WEATHER_XML.replace("city", "note")), [("get_weather", {"note": "Köln"})]),
     Case("qwen3_coder", f"hm\n</think>\n\n{qwen(WEATHER_XML)}", [CITY], "", "hm\n", "inside"),
     Case("qwen3_coder", qwen(objects(BOTH[0])), [LONG]),
     # DeepSeek
@@ -217,6 +226,7 @@ CASES = [
         [("get_weather", {"options": {"a": [1, {"b": None}], "c": "x,y"}, "tags": ["a"], "exact": True})],
         "Hi",
     ),
+    Case("gemma4", "<|tool_call>call:get_weather{city:ftp://a/b,days:3}<tool_call|>", [WITH_COLON]),
     Case("gemma4", "hm<channel|>Hi", (), "Hi", "hm", "inside", "gemma4"),
     # gpt-oss
     Case(
@@ -345,6 +355,28 @@ def test_malformed_calls_lose_no_character(name: str, text: str) -> None:
     rules = OutputRules(tools=FORMATS[name], tool_names=frozenset(SCHEMAS), schemas=SCHEMAS)
     for parts in ([text], list(text), [text, ""]):
         assert message(rules, parts)[0] == [("content", text)]
+
+
+@pytest.mark.parametrize("text", ["-1e999", "[-1e999]", "0x" + "f" * 4000, "-0x" + "f" * 4000])
+def test_a_number_that_json_cannot_write_is_a_string(text: str) -> None:
+    assert json.loads(typed(text, frozenset({"number", "array"}))) == text
+
+
+@pytest.mark.parametrize(
+    "of_calls", [{"required": [{}]}, {"properties": {"a": {"anyOf": 5}}}, {"properties": {"a": {"type": 5}}}]
+)
+@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4"])
+def test_a_schema_of_wrong_types_breaks_nothing(name: str, of_calls: dict[str, Any]) -> None:
+    tokenizer: Any = SimpleNamespace(added_tokens={}, added_pattern=re.compile("(?!)"))
+    assert FORMATS[name].rules(GrammarTools({"f": of_calls}, {"f": of_calls}, (), True, tokenizer))
+    assert types_of(of_calls, "a") == {"string"}
+
+
+def test_a_tag_that_is_cut_is_no_content() -> None:
+    text = qwen(WEATHER_XML)
+    start = text.index("<parameter=")
+    for end in range(start, start + len("<parameter=")):
+        assert message(rules_of(CASES[6]), [text[:end]])[0] == [("call", "get_weather")], text[:end]
 
 
 def test_arguments_come_as_they_are_written() -> None:
