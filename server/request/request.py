@@ -174,8 +174,8 @@ class Generation:
         if self._ttft_budget_s is not None and not (resumed or self.client_has_output or history.num_losses):
             request = replace(request, ttft_budget_s=self._ttft_budget_s)
         if full or self.worker is not None:
-            excluded, is_retry = history.excluded.union(full), self.worker is not None
-            request = replace(request, excluded=excluded, is_retry=is_retry)
+            excluded, all_full = history.excluded.union(full), history.full.union(full)
+            request = replace(request, excluded=excluded, full=all_full, is_retry=self.worker is not None)
         if resumed:
             longest = max(len(choice.output_ids) for choice in self.choices if not choice.done)
             num_tokens = max(request.num_context_tokens, len(self.spec.prompt_ids) + longest + 1)
