@@ -77,6 +77,7 @@ class Generation:
         self.promised_tokens = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens that the first worker found in its cache or fetched."""
+        self._counted: Placement | None = None  # whose prefill has counted them: a resumed one has other tokens
         self.fetched_tokens: Mapping[str, int] = {}
         """Those of them that it fetched into its pool, by place."""
         self.times = PromptTimes()
@@ -319,7 +320,7 @@ class Generation:
                 self._services.router.started(placement, frame.num_cached_tokens, frame.queue_s)
                 self.times.start(placement.prefill_tokens_per_s, frame.queue_s)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
-                    self.num_cached_tokens = frame.num_cached_tokens
+                    self.num_cached_tokens, self._counted = frame.num_cached_tokens, placement
                     self.fetched_tokens = known_places(frame.fetched_tokens or {})
                     self._services.metrics.count_promise(self.promised_tokens, frame.num_cached_tokens)
             case PromptLogprobs():
@@ -328,17 +329,13 @@ class Generation:
                 raise WorkerFailed(frame)
             case End():
                 stream.completed = True
-                if frame.num_cached_tokens is not None:
-                    self._correct(placement, frame.num_cached_tokens)
+                if (num_cached_tokens := frame.num_cached_tokens) is not None:  # an engine's own, after a guess
+                    self._services.router.corrected(placement, num_cached_tokens)
+                    if placement is self._counted and self.num_cached_tokens is not None:
+                        self._services.metrics.correct_promise(self.num_cached_tokens, num_cached_tokens)
+                        self.num_cached_tokens = num_cached_tokens
                 if not self.finished:
                     raise WorkerLost(f"{stream.url}: End before every choice was finished")
-
-    def _correct(self, placement: Placement, num_cached_tokens: int) -> None:
-        """Replace the worker's guess by the engine's own count."""
-        self._services.router.corrected(placement, num_cached_tokens)
-        if placement.worker is self.worker and self.num_cached_tokens is not None:
-            self._services.metrics.correct_promise(self.num_cached_tokens, num_cached_tokens)
-            self.num_cached_tokens = num_cached_tokens
 
     def _first_token(self, placement: Placement, trace: Trace | None) -> None:
         self._history.answered()

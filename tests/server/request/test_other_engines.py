@@ -14,7 +14,7 @@ from server.request.choice import Choice
 from server.request.engine_answer import EngineAnswer
 from server.request.engine_text_request import EngineTextRequest
 from tests.server.gateway_app import gateway
-from tests.server.request.failing_workers import MakeWorker
+from tests.server.request.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Script, ScriptedWorker, script_of
 from tests.server.test_app import chat, post
 from worker.wire import End, EngineCall, Failed, Frame, GenerateRequest, Started
@@ -47,6 +47,23 @@ async def test_usage_has_the_engines_own_count(make: MakeWorker, guess: int, fou
         _, _, raw = await post(target.url, chat(stream=True, stream_options={"include_usage": True}))
         usage = json.loads(raw.decode().split("data: ")[-2])["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == expected
+
+
+async def test_a_resumed_answer_keeps_the_count_of_its_prompt(make: MakeWorker) -> None:
+    """Its worker then has the prompt cached, and the output so far."""
+    worker = make()
+    behaviours = [dies_after(worker, 2), counts_at_the_end(worker, 16, 48)]
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        async for frame in behaviours.pop(0)(request):
+            yield frame
+
+    worker.behave = behave
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(stream=True, stream_options={"include_usage": True}))
+    assert behaviours == []
+    usage = json.loads(raw.decode().split("data: ")[-2])["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 async def test_a_worker_that_cannot_take_it_now_is_no_lost_worker(make: MakeWorker) -> None:
