@@ -88,7 +88,7 @@ class Generation:
         """Set once output has been sent to the client and cannot be retracted."""
         kind = Choice if spec.text_request is None else EngineChoice
         self.choices = [kind(spec, index) for index in range(len(spec.seeds))]
-        self.answer = None if spec.text_request is None else EngineAnswer(spec.text_request)
+        self.answer = None if spec.text_request is None else EngineAnswer(spec.text_request, spec.model.tokenizer)
         self.route = spec.route_request(hints)
         self._history = AttemptHistory(spec, services)
         self._numerics: str | None = None
@@ -280,7 +280,7 @@ class Generation:
                 if isinstance(frame, EngineText) and self.answer is not None:
                     if history.stage is not Stage.ANSWERED:
                         self._first_token(placement, trace)
-                    self.answer.take(frame.data, len(self.choices[0].output_ids))
+                    self.answer.take(frame.data, self.choices[0].output_ids)
                 elif isinstance(frame, Embedding):
                     size = (self.spec.embed and self.spec.embed.dimensions) or placement.worker.embedding_size
                     if len(frame.vector) != 4 * size:
