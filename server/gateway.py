@@ -325,7 +325,11 @@ def _share_limits(
 
 
 async def _serve(config: GatewayConfig, public: socket.socket, ops: socket.socket) -> None:
-    await Gateway(config).run(public, ops)
+    gateway = Gateway(config)
+    ports = {"port": public.getsockname()[1], "ops_port": ops.getsockname()[1]}
+    with suppress(OSError):
+        print(json.dumps({"event": "listening", **ports, "needs_key": config.api_keys is not None}), flush=True)
+    await gateway.run(public, ops)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -340,9 +344,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port, share=config.share_port))
             ops = stack.enter_context(listen(config.ops_host, config.ops_port, option="--ops-port"))
-            ports = {"port": public.getsockname()[1], "ops_port": ops.getsockname()[1]}
-            with suppress(OSError):
-                print(json.dumps({"event": "listening", **ports, "needs_key": config.api_keys is not None}), flush=True)
             runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
             with watched(runner.get_loop(), "gateway"):
                 runner.run(_serve(config, public, ops))

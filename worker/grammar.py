@@ -130,11 +130,12 @@ class GrammarCompiler:
             return {}
         prototype = await self._prototype(grammar)
         constraints = {}
-        for choice in request.choices:
-            matcher = prototype.deep_copy()
-            if choice.output_ids and not matcher.consume_tokens(list(choice.output_ids)):
-                raise ConstraintError(f"output_ids: choice {choice.index} does not follow the grammar")
-            constraints[choice.index] = GrammarConstraint(matcher)
+        with _panics_are_errors():
+            for choice in request.choices:
+                matcher = prototype.deep_copy()
+                if choice.output_ids and not matcher.consume_tokens(list(choice.output_ids)):
+                    raise ConstraintError(f"output_ids: choice {choice.index} does not follow the grammar")
+                constraints[choice.index] = GrammarConstraint(matcher)
         return constraints
 
     def close(self) -> None:
@@ -222,8 +223,6 @@ def _panics_are_errors() -> Iterator[None]:
     """Turn a panic of the library, a BaseException that would end the engine's thread, into a ConstraintError."""
     try:
         yield
-    except Exception:
-        raise
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise

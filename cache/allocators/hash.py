@@ -216,11 +216,10 @@ class HashAllocator(Allocator):
         """Take the next victims. Record Removed for each hash without a block."""
         taken = self._free.pop_first(count)
         refs, hashes, cached, copies = self._refs, self._hashes, self._cached, self._copies
-        removed = []
+        removed, num_before = [], self._evictions
         for block_id in taken:
             refs[block_id] = 1
-            block_hash = hashes[block_id]
-            if block_hash is None:
+            if (block_hash := hashes[block_id]) is None:
                 continue
             hashes[block_id] = None
             self._evictions += 1
@@ -232,7 +231,8 @@ class HashAllocator(Allocator):
         if self._links is not None:
             for block_hash in removed:
                 del self._links[block_hash]
-        self.num_losses += 1  # last: a thread that found a block before sees the change after its read
+        # Last: a thread that found a block before sees the change after its read.
+        self.num_losses += self._evictions - num_before
         self._note(Removed, removed)
         return taken
 

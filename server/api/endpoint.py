@@ -166,12 +166,12 @@ class GenerateEndpoint(ABC):
             services.preparing.discard(guard)
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
         account.model = request.specs[0].model.name
-        if usage is not None:
-            usage.take("tokens", num_prompt_tokens)
         begin = partial(self._generations, deadline_s=deadline_s, hints=hints)
         response = ResponseStream(await begin(request), deadline_s)
         if services.stopping.is_set():
             raise ShuttingDownError
+        if usage is not None:
+            usage.take("tokens", num_prompt_tokens)
         answer = Answer(request.formatter, response, prepare, begin)
         headers, is_streamed = request.headers(), request.stream
         del request, prepare  # the body

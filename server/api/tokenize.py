@@ -59,7 +59,7 @@ class TokenizeApi:
                 raise invalid("prompt", "and messages exclude each other: give one of them")
             model = self._model(request.model, identity)
             body = await http_request.body()
-            if request.model is None:
+            if not request.model:
                 body = encode_json({**_FIELDS.decode(body), "model": model.name})
             chat = await CHAT.read(body, TextLimit)
             intent = chat.intent()
@@ -108,7 +108,7 @@ class TokenizeApi:
 
     def _model(self, name: str | None, identity: Identity) -> ServedModel:
         """Return the model named, or the only one that this key may use."""
-        if name is not None:
+        if name:
             return self._models.readable(name, identity)
         models = {id(model): model for _, model in self._models.names(identity) if not model.adapter}
         if len(models) != 1:

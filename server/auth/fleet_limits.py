@@ -285,7 +285,7 @@ class FleetLimits:
             if peer is None and name != self._name and len(self._peers) < MAX_GATEWAYS:
                 self._peers[name] = _Peer(name, record, now_s)
             elif peer is not None and record.number > peer.record.number:
-                self._num_met -= record.is_last and peer.has_advanced
+                self._num_met -= peer.has_advanced and record.is_last > peer.record.is_last
                 peer.record, peer.read_s, peer.has_advanced = record, now_s, True
                 if self.has_begun:
                     self._settle(peer)

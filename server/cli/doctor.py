@@ -154,17 +154,13 @@ def requirement_problem(text: str) -> str | None:
 
 
 def open_files() -> Check:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    """Check the hard limit: gateways and workers raise the soft one by themselves."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
         return Check("files", "ok", "any number of open files allowed")
-    limit = hard if hard != resource.RLIM_INFINITY else 65536
-    hard_fix = f"raise the hard limit to {MIN_OPEN_FILES}: in /etc/security/limits.conf, or LimitNOFILE of the service"
-    return judge(
-        "files",
-        f"{soft} open files allowed: enough for about {soft // 2} streams at a time",
-        (soft < MIN_OPEN_FILES > limit, "warn", hard_fix),
-        (soft < MIN_OPEN_FILES, "warn", f"run `ulimit -n {limit}` before, or raise LimitNOFILE of the service"),
-    )
+    found = f"{hard} open files allowed: enough for about {hard // 2} streams at a time"
+    fix = f"raise the hard limit to {MIN_OPEN_FILES}: in /etc/security/limits.conf, or LimitNOFILE of the service"
+    return judge("files", found, (hard < MIN_OPEN_FILES, "warn", fix))
 
 
 def disks() -> Iterator[Check]:

@@ -6,6 +6,7 @@ When a worker is lost, the answer decides whether another can continue it:
 
     nothing sent                                     from the prompt, at any worker
     one choice, only plain content                   with the token ids whose text was sent, within the numerics class
+    text of the last event's tokens is kept back     an error
     reasoning, calls, several choices, other APIs    an error
 
 Source: docs/architecture/engine_text.md.
@@ -22,6 +23,7 @@ from msgspec import Raw
 from server.errors import WorkerLostError
 from server.request.choice import Choice, ChoiceDelta, StopReason
 from server.request.engine_text_request import EngineTextRequest
+from server.text.tokenizer import Tokenizer
 from server.workers.connection import WorkerLost
 from worker.wire import Tokens
 
@@ -58,8 +60,9 @@ class EngineChoice(Choice):
 class EngineAnswer:
     """Passes the events of one generation on, over all its attempts."""
 
-    def __init__(self, request: EngineTextRequest) -> None:
+    def __init__(self, request: EngineTextRequest, tokenizer: Tokenizer) -> None:
         self._request = request
+        self._token_bytes = tokenizer.token_bytes
         self.reset()
 
     def reset(self) -> None:
@@ -73,7 +76,8 @@ class EngineAnswer:
         self._num_resumed = 0
         """Output tokens in the engine's present prompt."""
         self._num_shown_ids = 0
-        """Output tokens whose text is in events."""
+        """Output tokens whose text is in events, all of it if `_shows_all`."""
+        self._shows_all = True
         self.num_output_tokens = 0
         """Those that the engine has counted at its end. Before that, the events with output, if it gives no ids."""
         self.num_pooled_tokens = 0
@@ -85,7 +89,7 @@ class EngineAnswer:
             self.reset()
             for choice in choices:
                 choice.reset()
-        elif not self._is_plain:
+        elif not (self._is_plain and self._shows_all):
             message = "The worker was lost, and no other can go on with an answer of this kind: ask again."
             raise WorkerLostError(message, retry_after_s=1.0)
         else:
@@ -96,14 +100,14 @@ class EngineAnswer:
         events, self._pending = self._pending, []
         return [ChoiceDelta(0, "", [], [], None, event=event) for event in events]
 
-    def take(self, data: bytes, num_ids: int) -> None:
-        """Take an event, behind `num_ids` output tokens of the first choice. Raises WorkerLost."""
+    def take(self, data: bytes, ids: Sequence[int]) -> None:
+        """Take an event, behind the output tokens `ids` of the first choice. Raises WorkerLost."""
         try:
-            self._take(data, num_ids)
+            self._take(data, ids)
         except (msgspec.MsgspecError, LookupError, TypeError, AttributeError) as error:
             raise WorkerLost(f"an event of another form: {error}") from error
 
-    def _take(self, data: bytes, num_ids: int) -> None:
+    def _take(self, data: bytes, ids: Sequence[int]) -> None:
         fields = _fields_of(data)
         if "choices" not in fields:
             self._is_plain = False
@@ -119,7 +123,7 @@ class EngineAnswer:
         if not choices:
             self._end(fields)
             return
-        kept = [choice for choice in choices if self._keep(choice, num_ids)]
+        kept = [choice for choice in choices if self._keep(choice, ids)]
         if not kept:
             return
         fields["choices"] = Raw(_encode(kept))
@@ -151,7 +155,7 @@ class EngineAnswer:
             self.num_pooled_tokens = num_tokens
         return _encode(self._with_head(fields))
 
-    def _keep(self, choice: dict[str, Raw], num_ids: int) -> bool:
+    def _keep(self, choice: dict[str, Raw], ids: Sequence[int]) -> bool:
         """Take out what was not asked for. Return False for a choice that is then empty."""
         request = self._request
         if not request.shows_ids:
@@ -170,10 +174,14 @@ class EngineAnswer:
                     return False
                 choice["delta"] = Raw(_encode(delta))
         self._is_plain &= all(name in _PLAIN or value is None for name, value in delta.items())
-        self.num_output_tokens += not num_ids and any(value for name, value in delta.items() if name != "role")
-        if delta.get("content"):
-            self._is_plain &= num_ids > 0  # an engine may give no ids of a stream
-            self._num_shown_ids = num_ids
+        self.num_output_tokens += not ids and any(value for name, value in delta.items() if name != "role")
+        if content := delta.get("content"):
+            self._is_plain &= len(ids) > 0  # an engine may give no ids of a stream
+            new, shown = ids[self._num_shown_ids :], content.encode()
+            text = b"".join([self._token_bytes[id_] for id_ in new])
+            # A parser may keep back what may begin a call, and a detokenizer a part of a character.
+            self._shows_all = len(text) <= len(shown) if len(new) == 1 else bool(text) and shown.endswith(text)
+            self._num_shown_ids = len(ids)
         return True
 
     def _end(self, fields: dict[str, Raw]) -> None:

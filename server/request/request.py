@@ -77,6 +77,7 @@ class Generation:
         self.promised_tokens = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens that the first worker found in its cache or fetched."""
+        self._counted: Placement | None = None  # whose prefill has counted them: a resumed one has other tokens
         self.fetched_tokens: Mapping[str, int] = {}
         """Those of them that it fetched into its pool, by place."""
         self.times = PromptTimes()
@@ -87,7 +88,7 @@ class Generation:
         """Set once output has been sent to the client and cannot be retracted."""
         kind = Choice if spec.text_request is None else EngineChoice
         self.choices = [kind(spec, index) for index in range(len(spec.seeds))]
-        self.answer = None if spec.text_request is None else EngineAnswer(spec.text_request)
+        self.answer = None if spec.text_request is None else EngineAnswer(spec.text_request, spec.model.tokenizer)
         self.route = spec.route_request(hints)
         self._history = AttemptHistory(spec, services)
         self._numerics: str | None = None
@@ -178,8 +179,8 @@ class Generation:
         if self._ttft_budget_s is not None and not (resumed or self.client_has_output or history.num_losses):
             request = replace(request, ttft_budget_s=self._ttft_budget_s)
         if full or self.worker is not None:
-            excluded, is_retry = history.excluded.union(full), self.worker is not None
-            request = replace(request, excluded=excluded, is_retry=is_retry)
+            excluded, all_full = history.excluded.union(full), history.full.union(full)
+            request = replace(request, excluded=excluded, full=all_full, is_retry=self.worker is not None)
         if resumed:
             longest = max(len(choice.output_ids) for choice in self.choices if not choice.done)
             num_tokens = max(request.num_context_tokens, len(self.spec.prompt_ids) + longest + 1)
@@ -279,7 +280,7 @@ class Generation:
                 if isinstance(frame, EngineText) and self.answer is not None:
                     if history.stage is not Stage.ANSWERED:
                         self._first_token(placement, trace)
-                    self.answer.take(frame.data, len(self.choices[0].output_ids))
+                    self.answer.take(frame.data, self.choices[0].output_ids)
                 elif isinstance(frame, Embedding):
                     size = (self.spec.embed and self.spec.embed.dimensions) or placement.worker.embedding_size
                     if len(frame.vector) != 4 * size:
@@ -321,7 +322,7 @@ class Generation:
                 self._services.router.started(placement, frame.num_cached_tokens, frame.queue_s)
                 self.times.start(placement.prefill_tokens_per_s, frame.queue_s)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
-                    self.num_cached_tokens = frame.num_cached_tokens
+                    self.num_cached_tokens, self._counted = frame.num_cached_tokens, placement
                     self.fetched_tokens = known_places(frame.fetched_tokens or {})
                     metrics.count_promise(self.promised_tokens, frame.num_cached_tokens)
             case PromptLogprobs():
@@ -330,17 +331,13 @@ class Generation:
                 raise WorkerFailed(frame)
             case End():
                 stream.completed = True
-                if frame.num_cached_tokens is not None:
-                    self._correct(placement, frame.num_cached_tokens)
+                if (num_cached_tokens := frame.num_cached_tokens) is not None:  # an engine's own, after a guess
+                    self._services.router.corrected(placement, num_cached_tokens)
+                    if placement is self._counted and self.num_cached_tokens is not None:
+                        self._services.metrics.correct_promise(self.num_cached_tokens, num_cached_tokens)
+                        self.num_cached_tokens = num_cached_tokens
                 if not self.finished:
                     raise WorkerLost(f"{stream.url}: End before every choice was finished")
-
-    def _correct(self, placement: Placement, num_cached_tokens: int) -> None:
-        """Replace the worker's guess by the engine's own count."""
-        self._services.router.corrected(placement, num_cached_tokens)
-        if placement.worker is self.worker and self.num_cached_tokens is not None:
-            self._services.metrics.correct_promise(self.num_cached_tokens, num_cached_tokens)
-            self.num_cached_tokens = num_cached_tokens
 
     def _first_token(self, placement: Placement, trace: Trace | None) -> None:
         self._history.answered()

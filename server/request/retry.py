@@ -83,7 +83,7 @@ class AttemptHistory:
         """Losses of workers that may have received the request, and may be lost because of it."""
         self.num_suspicions = 0
         """Workers lost during the request's prefill; above 0 it is a poison candidate."""
-        self._full: set[WorkerIncarnation] = set()
+        self.full: frozenset[WorkerIncarnation] = frozenset()
         """Excluded only because their queue was full."""
         self._refusals: list[WorkerRefused] = []
         self._num_refusals = 0
@@ -136,7 +136,7 @@ class AttemptHistory:
 
     def readmit_full(self) -> None:
         """Allow workers whose queue was full to be asked again, after a pause."""
-        self.excluded, self._full = self.excluded - self._full, set()
+        self.excluded, self.full = self.excluded - self.full, frozenset()
 
     def may_wait(self) -> bool:
         """Return whether to wait for another worker. A poison candidate waits too: its lost workers stay excluded."""
@@ -171,10 +171,9 @@ class AttemptHistory:
         refusal = WorkerRefused(refusal.status, failed)  # without a traceback, which would keep the request alive
         services.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
         if failed.code == "queue_full":
-            self._full.add((worker.worker_id, worker.epoch))
+            self.full |= {(worker.worker_id, worker.epoch)}
             services.queue.refused((worker.worker_id, worker.epoch), spec.tenant, refusal)
-        is_replaced = failed.code in _REPLACED
-        if is_replaced:
+        if is_replaced := failed.code in _REPLACED:
             services.fleet.report_wrong_epoch(worker)
         if refusal.status in _RETRIED_STATUSES or failed.retryable:
             self._refusals.append(refusal)
@@ -193,6 +192,7 @@ class AttemptHistory:
         if isinstance(error, WorkerLost):
             self._services.fleet.report_failure(worker.worker_id)
         self._exclude(worker)
+        self.full -= {(worker.worker_id, worker.epoch)}
         self.num_losses += 1
         if isinstance(error, WorkerAbsent):
             return None

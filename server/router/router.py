@@ -117,7 +117,9 @@ class Router:
             for held in self.queue.due(self._clock()):
                 placed = held.item
                 try:
-                    decision = await self.decide(held.request)
+                    request, full = held.request, self.queue.full(held.request.tenant)
+                    excluded = request.excluded - request.full.difference(full)
+                    decision = await self.decide(replace(request, excluded=excluded))
                     if not placed.done() and not self.queue.stays(held, decision.wait_s, self._clock()):
                         placed.set_result(self._place(decision))
                 except Exception as error:  # one request must not end the others' wait

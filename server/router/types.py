@@ -76,6 +76,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Only workers of this numerics class: the request resumes a stream."""
     excluded: frozenset[WorkerIncarnation] = frozenset()
     """Workers that have failed this request. A restarted worker has another epoch, and may get it."""
+    full: frozenset[WorkerIncarnation] = frozenset()
+    """Those of them that may have room again: their queue was full."""
     affinity_key: Key | None = None
     """The conversation, with its tenant."""
     hard_affinity: bool = False

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,6 +161,23 @@ async def test_a_resumed_output_that_breaks_the_grammar_is_refused(compiler: Gra
     tokens = tuple(smollm2.tokenizer().encode("123", add_special_tokens=False).ids)
     with pytest.raises(ConstraintError, match="choice 0"):
         await compiler.constraints(request(Grammar("regex", "[a-z]+"), tokens))
+
+
+async def test_a_panic_at_a_resumed_output_is_an_error(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        """The library's."""
+
+    def consume_tokens(ids: list[int]) -> bool:
+        raise PanicException("index out of bounds")
+
+    async def prototype(grammar: Grammar) -> SimpleNamespace:
+        return SimpleNamespace(deep_copy=lambda: SimpleNamespace(consume_tokens=consume_tokens))
+
+    monkeypatch.setattr(compiler, "_prototype", prototype)
+    with pytest.raises(ConstraintError, match="index out of bounds"):
+        await compiler.constraints(request(Grammar("regex", "[a-z]+"), (1,)))
 
 
 async def test_a_token_outside_the_grammar_is_an_error(compiler: GrammarCompiler) -> None:

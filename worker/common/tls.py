@@ -46,10 +46,9 @@ class WatchedFiles:
         for path in self.paths:
             try:
                 status = os.stat(path)
+                stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
             except OSError:
                 stamps.append(())
-            else:
-                stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
         return stamps
 
 
@@ -94,8 +93,12 @@ class ServerCertificate(TlsFiles):
 
     def __init__(self, cert: str, key: str) -> None:
         """Raises ValueError."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        super().__init__("--tls-cert, --tls-key", context, lambda each: each.load_cert_chain(cert, key), cert, key)
+
+        def passphrase() -> str:  # without it, OpenSSL would ask at the terminal, and wait
+            raise OSError("the key has a passphrase, which cannot be asked for: remove it with `openssl pkey`")
+
+        context, option = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "--tls-cert, --tls-key"
+        super().__init__(option, context, lambda each: each.load_cert_chain(cert, key, passphrase), cert, key)
 
 
 class WorkerCa(TlsFiles):

@@ -37,8 +37,10 @@ class BatchAdmission:
         whose tenant has its share. Admits as many of a sequence's choices as may run.
         """
         min_admitted, growth_reason = self._min_admitted(), self._growth_reason()
-        if min_admitted is not None and len(self._waiting) < min_admitted:
-            return []
+        if min_admitted is not None:  # a group that is refused only later evicts blocks for nothing
+            num_running = 0 if self.must_yield() else sum(len(sequence.choices) for sequence in self._running)
+            if min(len(self._waiting), self._limits.max_num_seqs - num_running) < min_admitted:
+                return []
         admitted = self._admit_in_order(candidates, plan, budget)
         if min_admitted is not None and len(admitted) < min_admitted:
             for sequence in reversed(admitted):

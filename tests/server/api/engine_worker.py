@@ -41,10 +41,11 @@ USAGE = {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
 
 
 def chunk(delta: dict[str, Any] | None, ids: list[int] | None = None, **fields: Any) -> bytes:
-    """One event of vLLM's chat stream."""
+    """One event of vLLM's stream of a chat, or of a completion that `is_text`."""
     choices = []
     if delta is not None:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": fields.pop("finish_reason", None)}
+        output = {"text": delta["content"]} if fields.pop("is_text", False) else {"delta": delta}
+        choice = {"index": 0, **output, "logprobs": None, "finish_reason": fields.pop("finish_reason", None)}
         choices = [choice | ({} if ids is None else {"token_ids": ids})]
     head = {"id": "chatcmpl-engine", "object": "chat.completion.chunk", "created": 1, "model": "engine-name"}
     return json.dumps(head | {"choices": choices} | fields).encode()
@@ -104,7 +105,9 @@ class EngineWorker(ScriptedWorker):
             yield Finished(0, "stop")
             yield End(0.0, 0.0, 0.0)
             return
-        yield EngineText(chunk({"role": "assistant", "content": ""}, prompt_token_ids=[1, 2, 3, 4]))
+        is_text = request.call.path == "/v1/completions"
+        if not is_text:
+            yield EngineText(chunk({"role": "assistant", "content": ""}, prompt_token_ids=[1, 2, 3, 4]))
         for number, part in enumerate(self.parts[begun:], begun):
             if number == self.dies_after:
                 await asyncio.sleep(0.02)
@@ -112,7 +115,7 @@ class EngineWorker(ScriptedWorker):
             if self.gives_ids:
                 yield Tokens(0, (10 + number,))
             reason = "stop" if number == len(self.parts) - 1 else None
-            yield EngineText(chunk(part, [10 + number], finish_reason=reason))
+            yield EngineText(chunk(part, [10 + number], finish_reason=reason, is_text=is_text))
         if "stream_options" in json.loads(request.call.body):
             usage = USAGE | {"prompt_tokens": 4 + begun, "completion_tokens": 5 - begun}
             yield EngineText(chunk(None, usage=usage, system_fingerprint="fp"))
@@ -128,5 +131,5 @@ async def engine_gateway(*workers: EngineWorker, **options: Any) -> AsyncIterato
 
 
 def text_of(found: list[Any]) -> str:
-    deltas = [choice["delta"] for event in found if event != "[DONE]" for choice in event["choices"]]
-    return "".join(delta.get("content") or "" for delta in deltas)
+    choices = [choice for event in found if event != "[DONE]" for choice in event["choices"]]
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)

@@ -75,14 +75,22 @@ async def test_what_was_asked_for_stays(engines: list[EngineWorker]) -> None:
     assert body["model"] == "tiny"
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 3])
-async def test_plain_content_goes_on_at_another_engine(engines: list[EngineWorker], num_tokens: int) -> None:
-    engines[0].dies_after = num_tokens
-    _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True, stream_options={"include_usage": True}))
+COMPLETION = {"model": "tiny", "prompt": "The"}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "body"), [(0, chat()), (1, chat()), (3, chat()), (0, COMPLETION), (2, COMPLETION)]
+)
+async def test_plain_content_goes_on_at_another_engine(
+    engines: list[EngineWorker], num_tokens: int, body: dict[str, Any]
+) -> None:
+    engines[0].dies_after, is_chat = num_tokens, "messages" in body
+    path, options = f"/v1/{'chat/' * is_chat}completions", {"stream": True, "stream_options": {"include_usage": True}}
+    _, _, raw = await post_once(engine_gateway(*engines), body | options, path)
     found = events(raw)
     assert text_of(found) == "".join(WORDS)
     assert engines[1].received[0].choices[0].output_ids == tuple(10 + n for n in range(num_tokens))
-    assert [event["choices"][0]["delta"].get("role") for event in found[:-2]].count("assistant") == 1
+    assert [event["choices"][0].get("delta", {}).get("role") for event in found[:-2]].count("assistant") == is_chat
     assert found[-2]["usage"] == USAGE
     assert len({event["id"] for event in found[:-1]}) == 1
 

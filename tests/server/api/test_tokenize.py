@@ -21,9 +21,10 @@ async def test_tokenize_and_back(worker: ScriptedWorker, raw_tokenizer: Tokenize
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
         _, _, raw = await post(target.url, {"tokens": answer["tokens"]}, "/detokenize")
         assert json.loads(raw) == {"prompt": ANSWER}
-        _, _, raw = await post(target.url, {"messages": MESSAGES, "model": "tiny"}, "/tokenize")
         await post(target.url, chat())
-        assert json.loads(raw)["tokens"] == list(worker.received[0].prompt_ids)
+        for model in ("tiny", "", None):
+            _, _, raw = await post(target.url, {"messages": MESSAGES, "model": model}, "/tokenize")
+            assert json.loads(raw)["tokens"] == list(worker.received[0].prompt_ids)
         for path, body, param in (
             ("/tokenize", {}, "prompt"),
             ("/tokenize", {"prompt": "x", "model": "y"}, "model"),

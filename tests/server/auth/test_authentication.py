@@ -198,6 +198,13 @@ async def test_rates_are_enforced_and_in_headers(worker: ScriptedWorker, keys: d
         assert (await post(target.url, chat(), **bearer("My API Key")))[0] == 200, "a limit is one key's"
 
 
+async def test_a_prompt_that_a_shutdown_refuses_uses_no_tokens(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+    async with gateway(worker, **keys) as target:
+        target.endpoint.shutdown()
+        status, headers, _ = await post(target.url, chat(), **bearer("few tokens"))
+        assert (status, headers["x-ratelimit-remaining-tokens"]) == (503, headers["x-ratelimit-limit-tokens"])
+
+
 async def test_tokens_are_counted_with_the_answer(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
     worker.reply = worker.reply * 400
     async with gateway(worker, **keys) as target:

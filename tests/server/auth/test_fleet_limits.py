@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections import Counter
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from server.auth.fleet_limits import GONE_S, HELD_S, Allotment, AllotmentUse
-from server.auth.shared_limits import JOIN_S, PERIOD_S
+from cache.redis_index import GatewayRecords, RedisDownError
+from server.auth.fleet_limits import GONE_S, HELD_S, Allotment, AllotmentUse, FleetLimits
+from server.auth.shared_limits import JOIN_S, MAX_LATE, PERIOD_S, SharedLimits
 from server.errors import OverloadedError
 from tests.server.auth.limits_machine import NUM_GATEWAYS, Episode, Fleet, arrivals, entry
 
@@ -182,6 +186,17 @@ def test_a_killed_gateway_has_a_share_for_15_minutes() -> None:
     assert fleet.share() == 1.0
 
 
+def test_a_gateway_that_stops_is_counted_once() -> None:
+    """It publishes last records until it has ended. Another one that was killed keeps its share."""
+    fleet = Fleet({"k": entry(requests_per_minute=600)})
+    fleet.kill("g2")
+    fleet.advance(fleet.now_s + 5.0)
+    fleet.exchange("g3", is_last=True)
+    fleet.advance(fleet.now_s + 0.5)
+    fleet.kill("g3")
+    assert fleet.share() == pytest.approx(2 / 3)
+
+
 def test_without_redis_each_gateway_has_its_share() -> None:
     fleet = Fleet({"k": entry(requests_per_minute=600)})
     assert fleet.gateways["g0"][0].part == 1.0
@@ -255,3 +270,28 @@ def test_headers_show_what_is_left_in_the_fleet() -> None:
     headers = dict(fleet.gateways["g3"][1]["k"].headers())
     assert headers[b"x-ratelimit-limit-requests"] == b"600"
     assert 480 <= int(headers[b"x-ratelimit-remaining-requests"]) <= 511
+
+
+async def test_exchanges_that_fail_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    answers: list[dict[str, bytes] | None] = [*[None] * (MAX_LATE - 1), {}, *[None] * (MAX_LATE + 5), {"h": b"rubbish"}]
+    counts: Counter[str] = Counter()
+
+    async def exchange(*_: object) -> dict[str, bytes]:
+        if (answer := answers.pop(0)) is None:
+            raise RedisDownError("away")
+        return answer
+
+    records = cast("GatewayRecords", SimpleNamespace(exchange=exchange))
+    shared = SharedLimits(FleetLimits("g"), records, "g", lambda kind: counts.update([kind]))
+    caplog.set_level(logging.INFO, "server.auth.shared_limits")
+    lines = []
+    while answers:
+        await shared.exchange()
+        lines.append(len(caplog.records))
+    assert lines == [*[0] * (2 * MAX_LATE - 1), *[1] * 6, 2]
+    assert counts == {"timeout": 2 * MAX_LATE + 4, "invalid": 1}
+
+
+async def test_an_exchange_without_redis_takes_no_time() -> None:
+    """Else the next one, which begins a day's budget, would come late."""
+    assert await SharedLimits(FleetLimits(), None, "g", print).exchange() == 0.0

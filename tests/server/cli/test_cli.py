@@ -78,5 +78,6 @@ def test_a_gateway_names_the_option_and_the_file(options: list[str], problem: st
     given = [option.format(file=file) for option in options]
     done = subprocess.run([*command, "--ops-port", "0", *given], capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr, "Errno" in done.stderr) == (2, False, False)
+    assert done.stdout == "", "it does not listen"
     assert problem.format(file=file) in done.stderr
     assert done.stderr.count(options[0]) <= 1

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from cryptography.hazmat.primitives import serialization
 from starlette.types import ASGIApp
 
 from server.config import GatewayConfig
@@ -210,6 +211,11 @@ def test_missing_files_are_named(tmp_path: Path, authority: Authority) -> None:
         WorkerConfig(tls_cert=str(cert), tls_key=str(other)).certificate()
     with pytest.raises(ValueError, match="--tls-key"):
         WorkerConfig(tls_cert=str(cert))
+    pair = serialization.load_pem_private_key(key.read_bytes(), None)
+    format_, encryption = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    key.write_bytes(pair.private_bytes(serialization.Encoding.PEM, format_, encryption))
+    with pytest.raises(ValueError, match="the key has a passphrase"):
+        WorkerConfig(tls_cert=str(cert), tls_key=str(key)).certificate()
     assert WorkerConfig().certificate() is None
 
 

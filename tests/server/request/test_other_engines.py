@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import cast
 
 import msgspec
 import pytest
 
+from server.errors import WorkerLostError
 from server.request.choice import Choice
 from server.request.engine_answer import EngineAnswer
 from server.request.engine_text_request import EngineTextRequest
+from server.text.tokenizer import Tokenizer
 from tests.server.gateway_app import gateway
-from tests.server.request.failing_workers import MakeWorker
+from tests.server.request.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Script, ScriptedWorker, script_of
 from tests.server.test_app import chat, post
 from worker.wire import End, EngineCall, Failed, Frame, GenerateRequest, Started
@@ -49,6 +52,23 @@ async def test_usage_has_the_engines_own_count(make: MakeWorker, guess: int, fou
         assert usage["prompt_tokens_details"]["cached_tokens"] == expected
 
 
+async def test_a_resumed_answer_keeps_the_count_of_its_prompt(make: MakeWorker) -> None:
+    """Its worker then has the prompt cached, and the output so far."""
+    worker = make()
+    behaviours = [dies_after(worker, 2), counts_at_the_end(worker, 16, 48)]
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        async for frame in behaviours.pop(0)(request):
+            yield frame
+
+    worker.behave = behave
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(stream=True, stream_options={"include_usage": True}))
+    assert behaviours == []
+    usage = json.loads(raw.decode().split("data: ")[-2])["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 async def test_a_worker_that_cannot_take_it_now_is_no_lost_worker(make: MakeWorker) -> None:
     """An engine refuses in the stream, after its adapter has reported the start of the prefill. It is not poison."""
     for code in ("queue_full", "not_ready"):
@@ -65,20 +85,52 @@ async def test_a_worker_that_cannot_take_it_now_is_no_lost_worker(make: MakeWork
             assert status == (429 if code == "queue_full" else 503), raw
 
 
+TOKENS = {0: b"", 1: b"a", 2: b" <", 3: b"<", 4: b"b", 5: b"\xe8\xaa", 6: b"\x9e"}
+"""The bytes of some tokens; 5 and 6 are a character. None are known of token 0."""
+
+
 def engine_answer() -> EngineAnswer:
     call, head = EngineCall("/v1/chat/completions", b"", streams=True), {"model": msgspec.Raw(b'"m"')}
     return EngineAnswer(
-        EngineTextRequest(call=call, head=head, shows_usage=True, has_usage=True, shows_ids=False, is_resumable=True)
+        EngineTextRequest(call=call, head=head, shows_usage=True, has_usage=True, shows_ids=False, is_resumable=True),
+        cast("Tokenizer", SimpleNamespace(token_bytes=TOKENS)),
     )
+
+
+@pytest.mark.parametrize(
+    ("parts", "num_shown"),
+    [
+        ([("ab", [1, 4])], 2),
+        ([("a", [1, 3])], None),
+        ([("a ", [1, 2])], None),
+        ([(" ", [2])], None),
+        ([("a", [1, 5])], None),
+        ([("a", [1]), ("", [5])], 1),
+        ([("a", [1, 5]), ("語", [6])], 3),
+        ([("a", [1, 3]), ("<b", [4])], 3),
+        ([("a", [1]), ("", [3]), ("<b", [4])], 3),
+        ([("a", [0])], 1),
+        ([("a", [0, 0])], None),
+    ],
+)
+def test_an_answer_goes_on_where_all_text_was_sent(parts: list[tuple[str, list[int]]], num_shown: int | None) -> None:
+    """A parser may keep back the beginning of a call, and a detokenizer a part of a character."""
+    answer, choice = engine_answer(), cast("Choice", SimpleNamespace(output_ids=[]))
+    for content, ids in parts:
+        choice.output_ids += ids
+        answer.take(json.dumps({"choices": [{"delta": {"content": content}}]}).encode(), choice.output_ids)
+    with pytest.raises(WorkerLostError) if num_shown is None else nullcontext():
+        answer.restart([choice], client_has_output=True)
+        assert len(choice.output_ids) == num_shown
 
 
 def test_a_resumed_prompt_is_never_more_cached_than_long() -> None:
     """The same engine may go on, after a connection was lost: it then has the output so far."""
     answer, choice = engine_answer(), cast("Choice", SimpleNamespace(output_ids=[1] * 20))
-    answer.take(json.dumps({"choices": [{"delta": {"content": "a"}}]}).encode(), 20)
+    answer.take(json.dumps({"choices": [{"delta": {"content": "a" * 20}}]}).encode(), [1] * 20)
     answer.restart([choice], client_has_output=True)
     usage = {"prompt_tokens": 60, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 48}}
-    answer.take(json.dumps({"choices": [], "usage": usage}).encode(), 25)
+    answer.take(json.dumps({"choices": [], "usage": usage}).encode(), [1] * 25)
     last = json.loads(answer.take_deltas()[-1].event)["usage"]
     assert (last["prompt_tokens"], last["completion_tokens"]) == (40, 25)
     assert last["prompt_tokens_details"] == {"cached_tokens": 40}
@@ -97,7 +149,7 @@ def test_a_cut_stream_without_ids_counts_its_events(begin: dict[str, object], pa
     """A client could leave before the usage and pay nothing."""
     answer = engine_answer()
     for event in (begin, part, part):
-        answer.take(json.dumps(event).encode(), 0)
+        answer.take(json.dumps(event).encode(), [])
     assert answer.num_output_tokens == 2
-    answer.take(json.dumps({"choices": [], "usage": {"completion_tokens": 7}}).encode(), 0)
+    answer.take(json.dumps({"choices": [], "usage": {"completion_tokens": 7}}).encode(), [])
     assert answer.num_output_tokens == 7

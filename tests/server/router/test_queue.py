@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.records import WorkerLoad
-from cache.types import Epoch, GatewayId, WorkerId
+from cache.types import Epoch, GatewayId, WorkerId, WorkerIncarnation
 from server.router.placement import Decision, Placement
 from server.router.queue import FULL_S, WAIT_SHARE, RequestQueue
 from server.router.types import NoWorkerError, QueueFullError, RouteRequest
 from server.workers.connection import WorkerRefused
-from tests.server.router.fleets import RATE, Clock, Fleets, chain, make_request, member
+from tests.server.router.fleets import RATE, Clock, Fleets, chain, incarnations, make_request, member
 from tests.waiting import HANG_S, until
 from worker.wire import Failed
 
@@ -275,6 +275,28 @@ async def test_a_held_request_goes_where_the_index_says_by_then(fleets: Fleets) 
     assert placement.worker.worker_id == "b"
     assert placement.promised_tokens == 480
     assert len(fleets.router.queue) == 0
+
+
+async def test_a_held_request_may_go_to_a_worker_that_was_full(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not while it is still full, nor to one that has failed it."""
+    fleets.index.register(member("c", prefill_order="fifo"))
+    full, excluded, decided = incarnations("a"), incarnations("a", "c"), list[frozenset[WorkerIncarnation]]()
+    refusal = WorkerRefused(429, Failed("queue_full", "", retryable=True, retry_after_s=60.0))
+    fleets.router.queue.refused(*full, "", refusal)
+    decide = fleets.router.decide
+
+    async def recorded(request: RouteRequest) -> Decision:
+        decided.append(request.excluded)
+        return await decide(request)
+
+    monkeypatch.setattr(fleets.router, "decide", recorded)
+    waiting = asyncio.create_task(fleets.place(chain(40), excluded=excluded, full=full))
+    await until(lambda: len(decided) == 3)
+    fleets.clock.now_s += 8.0
+    queue(fleets, "a", 0.0)
+    queue(fleets, "b", 60.0)
+    assert (await asyncio.wait_for(waiting, HANG_S)).worker.worker_id == "a"
+    assert (decided[2], decided[-1]) == (excluded, incarnations("c"))
 
 
 async def test_a_short_queue_an_affinity_and_a_budget_hold_nothing(fleets: Fleets) -> None:

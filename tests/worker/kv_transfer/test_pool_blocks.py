@@ -83,6 +83,25 @@ def test_a_reader_never_gets_the_bytes_of_another_block() -> None:
     assert wrong == []
 
 
+def test_blocks_without_a_hash_repeat_no_read() -> None:
+    """A running request takes them all the time."""
+    allocator, copier, num_reads = HashAllocator(NUM_BLOCKS, BLOCK_SIZE), BytesCopier(NUM_BLOCKS), 0
+    prompt = range(BLOCK_SIZE)
+    allocation = allocator.allocate(BLOCK_SIZE, prompt, ROOT)
+    assert allocation is not None
+    allocation.commit(prompt, BLOCK_SIZE)
+
+    def read(block_id: BlockId, payload: memoryview) -> None:
+        nonlocal num_reads
+        num_reads += 1
+        assert allocation.extend((1 + num_reads) * BLOCK_SIZE)
+
+    copier.read = read  # type: ignore[method-assign]
+    (block_hash,) = hash_chain(ROOT, prompt, BLOCK_SIZE)
+    assert PoolBlocks(allocator, copier).read(block_hash, copier.new_payload())
+    assert num_reads == 1
+
+
 def test_a_block_that_is_evicted_at_every_try_is_a_miss() -> None:
     allocator = HashAllocator(NUM_BLOCKS, BLOCK_SIZE)
     copier = BytesCopier(NUM_BLOCKS)

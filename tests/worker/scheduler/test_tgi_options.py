@@ -65,6 +65,21 @@ def test_a_group_that_does_not_fit_whole_stays_in_the_queue() -> None:
     engine.finish()
 
 
+def test_a_group_that_may_not_run_evicts_nothing() -> None:
+    engine = HandEngine(num_blocks=60, max_num_seqs=5, waiting_served_ratio=1.2, max_waiting_tokens=1000)
+    engine.submit(generate(list(range(100)), 1))
+    engine.finish()
+    for i in range(4):
+        engine.submit(generate([i], 60))
+    engine.step()
+    for i in range(4):  # as many as are wanted, of which one may run
+        engine.submit(generate([10 + i] * 20, 4))
+    for _ in range(20):
+        assert engine.step().batch_growth_reason is None
+    assert engine.allocator.stats().evictions == 0
+    engine.finish()
+
+
 def test_an_empty_batch_admits_any_number() -> None:
     engine = HandEngine(waiting_served_ratio=3.0, max_waiting_tokens=1000)
     request = engine.submit(generate([1], 2))
