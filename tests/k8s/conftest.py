@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from cache.redis_index import connection
 from tests.k8s.tools import DEST
 
 
@@ -21,9 +20,3 @@ def installed() -> None:
     """A missing tool is no passed test."""
     if not (DEST / "helm3").exists():
         pytest.fail("the tools of these tests are not installed: run `make test-chart`", pytrace=False)
-
-
-@pytest.fixture(autouse=True)
-def the_pods_files_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For command lines that are parsed here."""
-    monkeypatch.setattr(connection, "isfile", lambda file: True)
