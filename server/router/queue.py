@@ -81,7 +81,7 @@ class RequestQueue(Generic[T]):
         self._now_tokens = defaultdict[tuple[str, int], float](float)
         """By model and priority: virtual time, which is the turn of the latest tenant that was served."""
         self._arrivals = count()
-        self._gone: set[HeldRequest[T]] = set()  # their clients have left: what is behind them has to move up
+        self._gone: set[HeldRequest[T]] = set()  # their clients have left: later requests move up
 
     # --- the bound ----------------------------------------------------------------------------------------------
 
