@@ -227,13 +227,11 @@ def long_words(
     vocab = layout["model"]["vocab"]
     lost = "".join(chr(byte) for char, byte in BYTE_ALPHABET.items() if char not in vocab)
     composes = layout.get("normalizer") is not None
-    if lost and (composes or layout["model"].get("unk_token") is not None):
+    longest = max(8, *map(len, vocab))  # a window overlaps the one before by an eighth
+    if longest > WINDOW_CHARS // 16 or (lost and (composes or layout["model"].get("unk_token") is not None)):
         return None
     by_lines = '"Split"' in json.dumps(layout.get("pre_tokenizer"))
-    longest = max(map(len, vocab))
     make = partial(Windows, tokenizer, lost=lost, by_lines=by_lines, composes=composes, min_bytes=8 * longest)
-    if longest > WINDOW_CHARS // 16:
-        return None
     for windows in (make(num_chars=longest), make(num_chars=3 * longest)):
         for probe in _probes():
             whole = tokenizer.encode(probe, add_special_tokens=False).ids

@@ -91,7 +91,9 @@ def test_thoughts_are_joined_under_either_name() -> None:
     assert (turn["content"], turn["reasoning_content"]) == ("a\n\na\n\na", "1\n2\n3")
 
 
-@pytest.mark.parametrize("wrong", [{"reasoning_content": 5}, {"tool_calls": [{"id": "c", "function": "f"}]}])
+@pytest.mark.parametrize(
+    "wrong", [{"reasoning_content": 5}, {"own": 5}, {"tool_calls": [{"id": "c", "function": "f"}]}]
+)
 def test_fields_of_wrong_types_are_left_to_the_engine(wrong: dict[str, Any]) -> None:
     messages = [{"role": "assistant", "content": "a", **wrong}, {"role": "assistant", "content": "b"}]
     turns = _turns(CHAT_PATH, fields_of({"messages": messages}))

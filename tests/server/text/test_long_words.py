@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from server.text.detokenizer import BYTE_ALPHABET
 from server.text.long_words import long_words, merged
@@ -84,6 +86,16 @@ def check_whole(name: str, composes: bool, num_chars: int, text: str) -> None:
     tokenizer, _ = tokenizer_of(name, composes=composes)
     ids = list(chain.from_iterable(_windows(name, composes, num_chars).ids(text, 0, len(text))))
     assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_a_vocabulary_of_bytes_alone() -> None:
+    vocab = {char: number for number, char in enumerate(sorted(BYTE_ALPHABET))}
+    tokenizer = Tokenizer(BPE(vocab, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    text = "中文 " * 900
+    found = long_words(tokenizer, json.loads(tokenizer.to_str()), 81)
+    assert found is not None
+    assert list(chain.from_iterable(found.ids(text, 0, len(text)))) == tokenizer.encode(text).ids
 
 
 def test_a_word_that_a_combining_mark_ends_is_encoded_whole() -> None:
