@@ -48,7 +48,8 @@ def main(url: str, model: str) -> None:
     as_json: Any = {**common, "max_completion_tokens": 80, "messages": [{"role": "user", "content": "Paris, as JSON."}]}
     city = client.chat.completions.parse(response_format=City, **as_json).choices[0].message.parsed
     tool = openai.pydantic_function_tool(City)
-    called = client.chat.completions.parse(tools=[tool], tool_choice="required", **as_json).choices[0].message
+    once: Any = {"tool_choice": "required", "parallel_tool_calls": False, **as_json}
+    called = client.chat.completions.parse(tools=[tool], **once).choices[0].message
     response = client.responses.create(model=model, temperature=0, max_output_tokens=24, input=messages)
     of_response = client.responses.parse(
         model=model, temperature=0, max_output_tokens=80, input="Paris, as JSON.", text_format=City
