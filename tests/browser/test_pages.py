@@ -229,7 +229,7 @@ def test_a_phone_needs_no_sideways_scrolling(pages: Pages, screenshots: Path | N
 
 
 def test_a_stream_goes_on_when_its_worker_is_killed(pages: Pages, serve: Serve) -> None:
-    pages.limit_answers(200)
+    pages.limit_answers(400)
     num_answers = len(pages.cached(2))
     pages.ask("Tell me a long story about a ship that sails around the world.")
     pages.chat.locator(".message.writing .body", has_text=re.compile(".{40}", re.DOTALL)).wait_for()
