@@ -75,10 +75,10 @@ $(CLIENTS_OPENAI2)/.installed $(LITELLM)/.installed:
 
 test-vllm: dev ## two real vLLM engines behind a gateway, in an environment of their own (.venv-vllm, 3 GB; about 20 minutes)
 	@$(BIN)/python tools/install_vllm.py
-	@$(BIN)/python -m pytest -m vllm -rP tests/vllm $(ARGS)
+	@$(BIN)/python -m pytest -m "vllm and not deep" -rP tests/vllm $(ARGS)
 
 test-deep: dev ## long property runs, by hand
-	@$(BIN)/python -m pytest -m deep $(ARGS)
+	@$(BIN)/python -m pytest -m "deep and not vllm" $(ARGS)
 
 mutants: dev ## changes of the product that no test notices: make mutants SEED=n NUM=200 MODULES="server/http" (at most 40 minutes)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/mutants.txt
