@@ -172,12 +172,14 @@ async def test_row_16_ten_times_overload(cluster: Cluster, rng: random.Random) -
         f" normal again after {recovered_s:.1f} s; waiting for a core {waited_s / OVERLOAD_S:.1%} of the time"
     )
     assert all(outcome.ok or outcome.explicit for outcome in outcomes)
-    assert {1, 2, 3} >= {int(outcome.headers["retry-after"]) for outcome in rejected}
+    retry_s = {int(outcome.headers["retry-after"]) for outcome in rejected}
+    assert min(retry_s) >= 1
     assert recovered_s < math.inf
     assert weak.share_answered > flood.share_answered, "a tenant within its share goes before the other"
     cluster.assert_quiet()
     if waited_s > BUSY_SHARE * OVERLOAD_S:
         return
+    assert max(retry_s) <= 3
     assert {outcome.error or outcome.status for outcome in outcomes} <= {200, "queue_full"}
     assert len(outcomes) > FACTOR * peak_per_s * OVERLOAD_S * 0.9
     assert goodput > 0.9 * peak
