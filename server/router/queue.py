@@ -14,11 +14,10 @@ Source of the turns: Goyal et al., "Start-time Fair Queueing" (SIGCOMM 1996).
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import count, islice
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 from typing import Final, Generic, TypeVar
 
@@ -51,12 +50,23 @@ class HeldRequest(Generic[T]):
     request: RouteRequest
     prefill_s: float
     """At the worker of the first decision."""
-    order: tuple[bool, int, float, int]
-    """Its place: new, priority, the tenant's turn, arrival."""
+    came_tokens: float
+    """The virtual time at which it came."""
     since_s: float
     due_s: float
     """Unless it is its model's first, do not decide again before this time: only an event changes the outcome."""
-    is_released: bool = False
+    order: tuple[bool, int, float] = (True, 0, 0.0)
+    """Its place: new, priority, the tenant's turn. Of equals, the first to come."""
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Virtual time of a model and priority, in prompt tokens over weight."""
+
+    now: float = 0.0
+    """The turn of the latest tenant that was served."""
+    next: dict[str, float] = field(default_factory=dict)
+    """By tenant: where the prompts end that were served to it. Those that still wait follow, in `due`."""
 
 
 class RequestQueue(Generic[T]):
@@ -76,12 +86,8 @@ class RequestQueue(Generic[T]):
         self._full: dict[str, dict[WorkerIncarnation, tuple[float, WorkerRefused]]] = {}
         """By tenant: until when, and the refusal."""
         self._held: list[HeldRequest[T]] = []
-        self._next_turn = defaultdict[tuple[str, int], dict[str, float]](dict)
-        """By model and priority, then tenant, in prompt tokens of virtual time."""
-        self._now_tokens = defaultdict[tuple[str, int], float](float)
-        """By model and priority: virtual time, which is the turn of the latest tenant that was served."""
-        self._arrivals = count()
-        self._gone: set[HeldRequest[T]] = set()  # their clients have left: later requests move up
+        self._turns = defaultdict[tuple[str, int], _Turns](_Turns)
+        """By model and priority."""
 
     # --- the bound ----------------------------------------------------------------------------------------------
 
@@ -139,14 +145,10 @@ class RequestQueue(Generic[T]):
         self, item: T, request: RouteRequest, wait_s: float, now_s: float, prefill_s: float = 0.0
     ) -> HeldRequest[T]:
         """Hold a request of which `holds` is true."""
-        own = request.model, request.priority
-        turn = max(self._now_tokens[own], self._next_turn[own].get(request.tenant, 0.0))
-        if not request.is_retry:  # its turn was taken before
-            self._next_turn[own][request.tenant] = turn + request.num_prompt_tokens / request.weight
-        order = not request.is_retry, request.priority, turn, next(self._arrivals)
-        held = HeldRequest(item, request, prefill_s, order, now_s, now_s)
+        came_tokens = self._turns[request.model, request.priority].now
+        held = HeldRequest(item, request, prefill_s, came_tokens, now_s, now_s)
         held.due_s = self._due_s(held, wait_s, now_s)
-        insort(self._held, held, key=_by_order)
+        self._held.append(held)
         return held
 
     def due(self, now_s: float) -> list[HeldRequest[T]]:
@@ -154,53 +156,35 @@ class RequestQueue(Generic[T]):
 
         Its wait may end at once: a worker joins, a client leaves, a request ends sooner than predicted.
         """
-        if self._gone:
-            self._move_up()
-        first = {held.request.model: held for held in reversed(self._held)}
-        return [held for held in self._held if held.due_s <= now_s or held is first[held.request.model]]
+        ends = {own: turns.next.copy() for own, turns in self._turns.items()}
+        for held in self._held:
+            request, own = held.request, ends[held.request.model, held.request.priority]
+            turn = max(held.came_tokens, own.get(request.tenant, 0.0))
+            held.order = not request.is_retry, request.priority, turn
+            if not request.is_retry:  # its turn was taken before
+                own[request.tenant] = turn + request.num_prompt_tokens / request.weight
+        in_order = sorted(self._held, key=_by_order)
+        first = {held.request.model: held for held in reversed(in_order)}
+        return [held for held in in_order if held.due_s <= now_s or held is first[held.request.model]]
 
     def stays(self, held: HeldRequest[T], wait_s: float, now_s: float) -> bool:
         """Return whether it stays in the queue, given that it would still wait `wait_s` at its worker."""
-        if wait_s <= max(self.hold_s, (now_s - held.since_s) * WAIT_SHARE):
-            held.is_released = True
-            if not held.request.is_retry:  # its tenant's first turn counts: requests may pass one that waits on
-                own = held.request.model, held.request.priority
-                first = next(self._in_turn(own, held.request.tenant))
-                self._now_tokens[own] = max(self._now_tokens[own], first.order[2])
-            return False
-        held.due_s = self._due_s(held, wait_s, now_s)
-        return True
+        if wait_s > max(self.hold_s, (now_s - held.since_s) * WAIT_SHARE):
+            held.due_s = self._due_s(held, wait_s, now_s)
+            return True
+        request, turns = held.request, self._turns[held.request.model, held.request.priority]
+        if not request.is_retry:
+            turn = max(held.came_tokens, turns.next.get(request.tenant, 0.0))
+            turns.now = max(turns.now, turn)
+            turns.next[request.tenant] = turn + request.num_prompt_tokens / request.weight
+        return False
 
     def remove(self, held: HeldRequest[T]) -> None:
-        """Remove it: it is placed, or its client has left. The turns end with the last request that has one."""
+        """Remove it: it is placed, or its client has left. Its model's turns of its priority end with the last one."""
         self._held.remove(held)
         own = held.request.model, held.request.priority
-        if next(self._in_turn(own), None) is None:
-            self._next_turn.pop(own, None)
-            self._now_tokens.pop(own, None)
-            self._gone = {gone for gone in self._gone if (gone.request.model, gone.request.priority) != own}
-        elif not (held.is_released or held.request.is_retry):
-            self._gone.add(held)
-
-    def _move_up(self) -> None:
-        """Move the later requests of tenants whose clients have left up, in one pass: thousands may leave at once."""
-        freed = defaultdict[tuple[tuple[str, int], str], float](float)
-        for held in sorted([*self._held, *self._gone], key=_by_order):
-            own, tenant = (held.request.model, held.request.priority), held.request.tenant
-            held.order = *held.order[:2], held.order[2] - freed[own, tenant], held.order[3]
-            if held in self._gone:
-                num_tokens = held.request.num_prompt_tokens / held.request.weight
-                freed[own, tenant] += num_tokens
-                self._next_turn[own][tenant] -= num_tokens
-        self._gone.clear()
-        self._held.sort(key=_by_order)
-
-    def _in_turn(self, own: tuple[str, int], tenant: str | None = None) -> Iterator[HeldRequest[T]]:
-        """Yield the held requests of a model and priority that are no retries: of all tenants, or one."""
-        for held in self._held:
-            is_own = held.order[0] and (held.request.model, held.order[1]) == own
-            if is_own and tenant in (None, held.request.tenant):
-                yield held
+        if all((other.request.model, other.request.priority) != own for other in self._held):
+            del self._turns[own]
 
     def _due_s(self, held: HeldRequest[T], wait_s: float, now_s: float) -> float:
         """Return when its wait is short enough: a worker computes a second of its queue in a second."""
