@@ -176,9 +176,9 @@ def _turns_of_blocks(role: str, blocks: list[dict[str, Any]]) -> list[Turn]:
 def _add_message(turns: list[Turn], message: dict[str, Any]) -> None:
     """Add a message. Thoughts before it are of its turn."""
     turn = {"role": message["role"], "content": message.get("content"), "tool_calls": [], "own": [message]}
-    last = turns[-1] if turns else turn
-    if message["role"] == last["role"] == "assistant" and not (last["content"] or last["tool_calls"]):
-        turn["own"] = [*turns.pop().get("own", ()), message] if turns else turn["own"]
+    is_assistants = turns and message["role"] == turns[-1]["role"] == "assistant"
+    if is_assistants and not (turns[-1]["content"] or turns[-1]["tool_calls"]):
+        turn["own"] = [*turns.pop()["own"], message]
     turns.append(turn)
 
 
