@@ -80,8 +80,8 @@ class EngineAnswer:
         self._shows_all = True
         self.num_output_tokens = 0
         """Those that the engine has counted at its end. Before that, the events with output, if it gives no ids."""
-        self.num_pooled_tokens = 0
-        """Prompt tokens of an answer without text, as the engine has counted them."""
+        self.num_prompt_tokens = 0
+        """As the engine has counted them. The only count for an answer without text."""
 
     def restart(self, choices: Sequence[Choice], *, client_has_output: bool) -> None:
         """Prepare another attempt after a lost one. Raises WorkerLostError if none can go on with what was sent."""
@@ -113,7 +113,7 @@ class EngineAnswer:
             self._is_plain = False
             self.num_output_tokens += "delta" in fields
             self._count(fields)
-            self._pending.append(self._pooled(fields) if self._request.call.pools else self._named(data, fields))
+            self._pending.append(self._named(data, fields))
             return
         request, choices = self._request, _choices_of(fields["choices"])
         fields = self._with_head(fields)
@@ -137,7 +137,7 @@ class EngineAnswer:
 
     def _named(self, data: bytes, fields: dict[str, Raw]) -> bytes:
         """Return an event or an answer of another API with its id and the client's name of the model."""
-        if "model" in fields:
+        if "model" in fields or self._request.call.pools:
             return _encode(self._with_head(fields))
         for part in ("message", "response"):
             inner = _fields_of(fields[part]) if bytes(fields.get(part, b""))[:1] == b"{" else {}
@@ -147,13 +147,6 @@ class EngineAnswer:
 
     def _with_head(self, fields: dict[str, Raw]) -> dict[str, Raw]:
         return fields | {name: value for name, value in self._request.head.items() if name in fields}
-
-    def _pooled(self, fields: dict[str, Raw]) -> bytes:
-        """Return an answer without text, and count its prompts."""
-        usage = _value_of(fields.get("usage", _NULL))
-        if isinstance(usage, dict) and isinstance(num_tokens := usage.get("prompt_tokens"), int):
-            self.num_pooled_tokens = num_tokens
-        return _encode(self._with_head(fields))
 
     def _keep(self, choice: dict[str, Raw], ids: Sequence[int]) -> bool:
         """Take out what was not asked for. Return False for a choice that is then empty."""
@@ -207,6 +200,8 @@ class EngineAnswer:
             if details := usage.get("prompt_tokens_details"):
                 details["cached_tokens"] = min(details.get("cached_tokens") or 0, usage["prompt_tokens"])
             fields["usage"] = Raw(_encode(usage))
+        if isinstance(num_tokens := usage.get("prompt_tokens"), int):
+            self.num_prompt_tokens = num_tokens
         num_tokens = usage.get("completion_tokens", usage.get("output_tokens"))
         self.num_output_tokens = num_tokens if isinstance(num_tokens, int) else 0
 

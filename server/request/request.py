@@ -101,7 +101,7 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.spec.prompt_ids) or (0 if self.answer is None else self.answer.num_pooled_tokens)
+        return len(self.spec.prompt_ids) or (0 if self.answer is None else self.answer.num_prompt_tokens)
 
     @property
     def num_output_tokens(self) -> int:
