@@ -6,7 +6,6 @@ import time
 from array import array
 from collections.abc import Callable
 from hashlib import blake2b
-from itertools import takewhile
 from typing import Final
 
 import msgspec
@@ -56,16 +55,14 @@ class PoisonCache:
 
     def add(self, spec: GenerationSpec) -> None:
         key = _poison_key(spec)
-        self._until_s.pop(key, None)  # the first to expire is the first in the dict
+        self._until_s.pop(key, None)  # the last to expire is the last in the dict
         if len(self._until_s) >= MAX_POISON_ENTRIES:
             del self._until_s[next(iter(self._until_s))]
         self._until_s[key] = self._clock() + POISON_TTL_S
 
     def __contains__(self, spec: GenerationSpec) -> bool:
-        now_s = self._clock()
-        for expired in [*takewhile(lambda key: self._until_s[key] <= now_s, self._until_s)]:
-            del self._until_s[expired]
-        return bool(self._until_s) and _poison_key(spec) in self._until_s  # a large body takes long to hash
+        now_s, last_s = self._clock(), next(reversed(self._until_s.values()), 0.0)
+        return last_s > now_s and self._until_s.get(_poison_key(spec), 0.0) > now_s  # a large body takes long to hash
 
 
 def _poison_key(spec: GenerationSpec) -> bytes:

@@ -73,7 +73,6 @@ def test_a_poison_request_is_known_by_all_that_is_computed() -> None:
     assert spec([1]) in cache
     now_s += POISON_TTL_S + 1
     assert not any(spec([number]) in cache for number in range(MAX_POISON_ENTRIES))
-    assert not cache._until_s
 
 
 def test_expired_poison_costs_other_requests_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
