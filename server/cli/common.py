@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from worker.common.command_line import check_web_url, reason
+from worker.common.command_line import check_web_url, read_text, reason
 from worker.common.tls import client_context
 
 if TYPE_CHECKING:
@@ -88,8 +88,6 @@ def given(args: argparse.Namespace, *names: str) -> list[str]:
 
 def secret_file(text: str) -> str:
     """Read the secret in a file: an argparse type."""
-    from worker.common.options import read_text  # imports redis
-
     try:
         return read_text("the file", text)
     except ValueError as error:
