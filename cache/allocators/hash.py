@@ -216,10 +216,12 @@ class HashAllocator(Allocator):
         """Take the next victims. Record Removed for each hash without a block."""
         taken = self._free.pop_first(count)
         refs, hashes, cached, copies = self._refs, self._hashes, self._cached, self._copies
-        removed, num_before = [], self._evictions
+        num_before = self._evictions
+        removed = []
         for block_id in taken:
             refs[block_id] = 1
-            if (block_hash := hashes[block_id]) is None:
+            block_hash = hashes[block_id]
+            if block_hash is None:
                 continue
             hashes[block_id] = None
             self._evictions += 1

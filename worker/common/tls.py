@@ -94,11 +94,13 @@ class ServerCertificate(TlsFiles):
     def __init__(self, cert: str, key: str) -> None:
         """Raises ValueError."""
 
-        def passphrase() -> str:  # without it, OpenSSL would ask at the terminal, and wait
+        def refuse() -> str:  # without it, OpenSSL would ask at the terminal, and wait
             raise OSError("the key has a passphrase, which cannot be asked for: remove it with `openssl pkey`")
 
-        context, option = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "--tls-cert, --tls-key"
-        super().__init__(option, context, lambda each: each.load_cert_chain(cert, key, passphrase), cert, key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        super().__init__(
+            "--tls-cert, --tls-key", context, lambda each: each.load_cert_chain(cert, key, refuse), cert, key
+        )
 
 
 class WorkerCa(TlsFiles):
