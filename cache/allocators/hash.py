@@ -216,7 +216,6 @@ class HashAllocator(Allocator):
         """Take the next victims. Record Removed for each hash without a block."""
         taken = self._free.pop_first(count)
         refs, hashes, cached, copies = self._refs, self._hashes, self._cached, self._copies
-        num_before = self._evictions
         removed = []
         for block_id in taken:
             refs[block_id] = 1
@@ -230,11 +229,10 @@ class HashAllocator(Allocator):
             else:
                 del cached[block_hash]
                 removed.append(block_hash)
+            self.num_losses += 1  # last: a thread that found the block before sees the change after its read
         if self._links is not None:
             for block_hash in removed:
                 del self._links[block_hash]
-        # Last: a thread that found a block before sees the change after its read.
-        self.num_losses += self._evictions - num_before
         self._note(Removed, removed)
         return taken
 
