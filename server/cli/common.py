@@ -136,7 +136,7 @@ def add_ops_options(parser: argparse.ArgumentParser) -> None:
 
 async def ask_ops_port(args: argparse.Namespace, path: str, *, status: int = 1, **request: Any) -> dict[str, Any]:
     """Return the answer of the gateway's ops port at --ops. Raises CommandError, with `status`."""
-    key, url = args.ops_key_file, args.ops.rstrip("/") + path
+    key, url = args.ops_key_file, args.ops + path
     headers = {"content-type": "application/json", **({} if key is None else {"authorization": f"Bearer {key}"})}
     tls = client_context("--ops-ca-file", args.ops_ca_file)
     try:

@@ -184,8 +184,7 @@ def reason(error: Exception) -> str:
 
 def known_options() -> dict[str, list[str]]:
     """Return the options that variables and the file may set, by command. tools/configuration.py writes them."""
-    options: dict[str, list[str]] = json.loads(_FILE.read_text())
-    return options
+    return dict(json.loads(_FILE.read_text()))
 
 
 def variable(command: str | None, option: str) -> str:
