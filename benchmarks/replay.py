@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,10 +26,13 @@ from benchmarks.replay_load.plots import ttft_distribution
 from benchmarks.replay_load.summary import Objective, Run, figures
 from benchmarks.replay_load.workload import Conversation, Shape, WorkloadError, load
 from benchmarks.report import Report, option_parser, publish
+from server.cli.common import between
 
 
 def options_of(argv: Sequence[str]) -> Namespace:
     parser = option_parser("replay", "Recorded conversations against any OpenAI-compatible server.")
+    count = between(1)
+    positive = between(0.001, kind=float)
     parser.add_argument("source", type=Path, help="a file or folder of conversations, or a trace")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", action="append", help="a server, without /v1; repeat it to compare")
@@ -38,17 +41,17 @@ def options_of(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--serve-args", default="", metavar="'ARGS'", help="further options of `headstart serve`")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--api-key", default="unused")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="conversations to take (default all)")
-    parser.add_argument("--min-turns", type=_positive, default=1, metavar="N", help="leave shorter conversations out")
-    parser.add_argument("--max-turns", type=_positive, metavar="N", help="of each conversation (default all)")
-    parser.add_argument("--max-tokens", type=_positive, default=64, help="of each answer, at most (default 64)")
+    parser.add_argument("--limit", type=count, metavar="N", help="conversations to take (default all)")
+    parser.add_argument("--min-turns", type=count, default=1, metavar="N", help="leave shorter conversations out")
+    parser.add_argument("--max-turns", type=count, metavar="N", help="of each conversation (default all)")
+    parser.add_argument("--max-tokens", type=count, default=64, help="of each answer, at most (default 64)")
     parser.add_argument("--token-scale", type=float, default=1.0, help="of lengths in traces without text (default 1)")
     pace = parser.add_mutually_exclusive_group()
-    pace.add_argument("--concurrency", type=_positive, default=4, help="closed loop: conversations at a time (4)")
-    pace.add_argument("--rate", type=_above_0, metavar="R", help="open loop: conversations begun a second")
-    pace.add_argument("--speed", type=_above_0, metavar="X", help="open loop: the recorded start times, X times faster")
+    pace.add_argument("--concurrency", type=count, default=4, help="closed loop: conversations at a time (4)")
+    pace.add_argument("--rate", type=positive, metavar="R", help="open loop: conversations begun a second")
+    pace.add_argument("--speed", type=positive, metavar="X", help="open loop: the recorded start times, X times faster")
     parser.add_argument("--max-think", type=float, default=0.0, metavar="S", help="cap of recorded pauses (default 0)")
-    parser.add_argument("--timeout", type=_above_0, default=300.0, metavar="S", help="of one request (default 300)")
+    parser.add_argument("--timeout", type=positive, default=300.0, metavar="S", help="of one request (default 300)")
     parser.add_argument("--slo-ttft", type=float, default=2.0, metavar="S", help="for goodput (default 2)")
     parser.add_argument("--slo-token", type=float, default=0.2, metavar="S", help="a token, for goodput (default 0.2)")
     parser.add_argument("--seed", type=int, default=0, help="of the arrival times of --rate")
@@ -58,20 +61,6 @@ def options_of(argv: Sequence[str]) -> Namespace:
     if options.labels and len(options.labels) != num_targets:
         parser.error(f"--labels: {len(options.labels)} labels for {num_targets} servers")
     return options
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
-def _above_0(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise ArgumentTypeError(f"{text} is not above 0")
-    return number
 
 
 def main(argv: Sequence[str]) -> int:

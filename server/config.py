@@ -21,18 +21,8 @@ from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
 from server.text.output_parser import THOUGHT_FIELDS
 from server.text.template_sandbox import TemplateEnvironment
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
-from worker.common.command_line import CommandParser
-from worker.common.options import (
-    MAX_PORT,
-    SharedConfig,
-    json_object,
-    make_parser,
-    num_bytes,
-    option,
-    read_secret,
-    read_text,
-    template_text,
-)
+from worker.common.command_line import CommandParser, read_secret, read_text
+from worker.common.options import MAX_PORT, SharedConfig, json_object, make_parser, num_bytes, option, template_text
 
 NO_REASONING: Final = "none"
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
@@ -296,9 +286,8 @@ class GatewayConfig(SharedConfig):
 
     def limits_client(self) -> ClientSettings:
         """Return how this gateway writes the use of keys to Redis. Raises ValueError."""
-        file, password = self.limits_redis_password_file, self.redis_password()
-        if file is not None:
-            password = read_text("--limits-redis-password-file", file)
+        file = self.limits_redis_password_file
+        password = self.redis_password() if file is None else read_text("--limits-redis-password-file", file)
         return ClientSettings(username=self.limits_redis_username or self.redis_username, password=password)
 
     def ops_key(self) -> bytes | None:

@@ -216,10 +216,11 @@ class HashAllocator(Allocator):
         """Take the next victims. Record Removed for each hash without a block."""
         taken = self._free.pop_first(count)
         refs, hashes, cached, copies = self._refs, self._hashes, self._cached, self._copies
-        removed, num_before = [], self._evictions
+        removed = []
         for block_id in taken:
             refs[block_id] = 1
-            if (block_hash := hashes[block_id]) is None:
+            block_hash = hashes[block_id]
+            if block_hash is None:
                 continue
             hashes[block_id] = None
             self._evictions += 1
@@ -228,11 +229,10 @@ class HashAllocator(Allocator):
             else:
                 del cached[block_hash]
                 removed.append(block_hash)
+            self.num_losses += 1  # last: a thread that found the block before sees the change after its read
         if self._links is not None:
             for block_hash in removed:
                 del self._links[block_hash]
-        # Last: a thread that found a block before sees the change after its read.
-        self.num_losses += self._evictions - num_before
         self._note(Removed, removed)
         return taken
 

@@ -129,11 +129,12 @@ class Endpoint:
 
     def __init__(self, url: str, settings: ClientSettings) -> None:
         """Raises ValueError for any other URL."""
-        self.label = _without_password(url)
+        parts = urlsplit(url)
+        self.label = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
         """The URL without its password."""
-        scheme, _, kind = urlsplit(url).scheme.partition("+")
+        scheme, _, kind = parts.scheme.partition("+")
         is_known = scheme in (("redis", "rediss") if kind else ("redis", "rediss", "unix")) and kind in _DEFAULT_PORTS
-        if not is_known or not (kind or scheme == "unix" or re.fullmatch(r"/?\d*", urlsplit(url).path)):
+        if not is_known or not (kind or scheme == "unix" or re.fullmatch(r"/?\d*", parts.path)):
             raise ValueError(f"Redis URL {self.label!r}: use {_FORMS}")
         self.is_cluster = kind == "cluster"
         self._timeout_s = settings.connect_timeout_s
@@ -224,7 +225,3 @@ def check_url(name: str, url: str) -> None:
 def _host_and_port(text: str, default: int) -> tuple[str, int]:
     parts = urlsplit(f"//{text}")
     return parts.hostname or "localhost", parts.port or default
-
-
-def _without_password(url: str) -> str:
-    return (parts := urlsplit(url))._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()

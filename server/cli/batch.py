@@ -319,19 +319,17 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     with args.requests.open("rb") as requests:
         places = read_requests(requests, str(args.requests), by_prefix=args.order == "prefix")
-        try:
-            with args.answers.open("a+b") as file:
-                answers = AnswerFile(file, str(args.answers))
-                if others := answers.custom_ids - places.keys():
-                    other = f"{args.answers} has an answer to {min(others)!r}"
-                    raise ValueError(f"{other}, which {args.requests} does not ask: name another OUT")
-                rest = sorted(place for custom_id, place in places.items() if custom_id not in answers.custom_ids)
+        with args.answers.open("a+b") as file:
+            answers = AnswerFile(file, str(args.answers))
+            if others := answers.custom_ids - places.keys():
+                other = f"{args.answers} has an answer to {min(others)!r}"
+                raise ValueError(f"{other}, which {args.requests} does not ask: name another OUT")
+            rest = sorted(place for custom_id, place in places.items() if custom_id not in answers.custom_ids)
+            try:
                 tally = asyncio.run(run(args, requests, answers, rest))
-        except KeyboardInterrupt:
-            print("headstart batch: stopped; run it again to go on", file=sys.stderr)
-            return 128 + signal.SIGINT
-        except OSError as error:  # that of a write has no name
-            raise OSError(error.errno, error.strerror, str(args.answers)) from None
+            except KeyboardInterrupt:
+                print("headstart batch: stopped; run it again to go on", file=sys.stderr)
+                return 128 + signal.SIGINT
     for failure in tally.failures[:MAX_REASONS]:
         print(f"headstart batch: no answer to {failure}", file=sys.stderr)
     if tally.failures:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from worker.common.command_line import check_web_url, reason
+from worker.common.command_line import check_web_url, read_text, reason
 from worker.common.tls import client_context
 
 if TYPE_CHECKING:
@@ -88,8 +88,6 @@ def given(args: argparse.Namespace, *names: str) -> list[str]:
 
 def secret_file(text: str) -> str:
     """Read the secret in a file: an argparse type."""
-    from worker.common.options import read_text  # imports redis
-
     try:
         return read_text("the file", text)
     except ValueError as error:
@@ -138,7 +136,7 @@ def add_ops_options(parser: argparse.ArgumentParser) -> None:
 
 async def ask_ops_port(args: argparse.Namespace, path: str, *, status: int = 1, **request: Any) -> dict[str, Any]:
     """Return the answer of the gateway's ops port at --ops. Raises CommandError, with `status`."""
-    key, url = args.ops_key_file, args.ops.rstrip("/") + path
+    key, url = args.ops_key_file, args.ops + path
     headers = {"content-type": "application/json", **({} if key is None else {"authorization": f"Bearer {key}"})}
     tls = client_context("--ops-ca-file", args.ops_ca_file)
     try:

@@ -16,7 +16,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,8 +38,8 @@ from server.cli.serve import parse as parse_serve
 from server.config import parser as gateway_parser
 from worker.common.cache_folder import cache_folder
 from worker.common.checks import Check, Status, judge
-from worker.common.command_line import CommandParser, module_command, reason
-from worker.common.sockets import is_loopback
+from worker.common.command_line import CommandParser, module_command
+from worker.common.sockets import is_loopback, listen
 
 TESTED_PYTHONS: Final = ((3, 11), (3, 12), (3, 13))
 MIN_OPEN_FILES: Final = 4096
@@ -250,15 +249,13 @@ async def port(name: str, host: str, number: int, option: str) -> Check:
     """Check that a port is free, or that a Headstart gateway serves there."""
     where = f"{host}:{number}"
     try:
-        family = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        with socket.create_server((host, number), family=family):
-            return Check(name, "ok", f"{where} is free")
+        listen(host, number, option).close()
+        return Check(name, "ok", f"{where} is free")
     except OSError as error:
-        problem = f"{where}: {reason(error)}"
+        problem = str(error)
     num_workers = await _num_workers_of_gateway("127.0.0.1" if host in ("0.0.0.0", "::") else host, number)
     if num_workers is None:
-        fix = f"choose another with {option}; `ss -ltnp 'sport = :{number}'` names the program that has this one"
-        return Check(name, "fail", problem, fix)
+        return Check(name, "fail", problem, f"`ss -ltnp 'sport = :{number}'` names the program that has this one")
     fix = "start workers on its Redis: `headstart worker --redis URL`; /dashboard of its ops port shows them"
     found = f"a Headstart gateway serves at {where}, with {num_workers} worker{'' if num_workers == 1 else 's'}"
     return judge(name, found, (num_workers == 0, "warn", fix))

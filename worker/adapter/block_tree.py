@@ -115,11 +115,6 @@ class BlockTree:
             if node.root is not None and node.parent is None and node.adapter in lora_names:
                 self.make_ambiguous(node)
 
-    @property
-    def has_located(self) -> bool:
-        """True once it keeps the nodes that it locates, for `take_located`."""
-        return self._located is not None
-
     def locate_all(self) -> None:
         """Count every node as placed, and later also those of new events."""
         self._located = set(self._nodes.values())

@@ -32,7 +32,7 @@ from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
 from worker.common.capabilities import CHAT, GENERATING, adapter_names
 from worker.common.chat_probes import CHAT_PROBES, digests
-from worker.common.options import read_text
+from worker.common.command_line import read_text
 from worker.common.sockets import is_loopback
 from worker.common.tls import client_context
 from worker.config import WorkerConfig

@@ -128,7 +128,7 @@ class KvGroups:
         """The names to look at, by group."""
         self._sparse: list[tuple[KvGroup, Sequence[EngineHash]]] = []
         """The names of events that leave out blocks, to be placed when the tree has the batch."""
-        self._has_new_rule = False
+        self._has_new_rule = True
         """A group or a block size is new: every node is looked at."""
 
     def drop_last_block(self) -> None:
@@ -241,7 +241,7 @@ class KvGroups:
     def update_stops(self) -> list[Node]:
         """Bring the stops up to date after a batch. Return the nodes whose stop has changed."""
         self._link_sparse()
-        if self._has_new_rule or not self._tree.has_located:
+        if self._has_new_rule:
             self._has_new_rule = False
             self._tree.locate_all()
         queue: list[tuple[int, int, Node]] = []

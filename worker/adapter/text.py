@@ -206,11 +206,12 @@ async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]
         yield part_of(answer)
         return
     held = list[EnginePart]()  # up to the first token, which the first part stands for
+    is_held = call.path == RESPONSES
     async for data in server.events(call.path, body, LAST_EVENTS):
         held.append(part_of(data))
-        if call.path != RESPONSES or type_of(data) not in _FIRST_EVENTS:
-            while held:
-                yield held.pop(0)
+        is_held = is_held and type_of(data) in _FIRST_EVENTS
+        while held and not is_held:
+            yield held.pop(0)
 
 
 def part_of(data: bytes) -> EnginePart:

@@ -184,8 +184,7 @@ def reason(error: Exception) -> str:
 
 def known_options() -> dict[str, list[str]]:
     """Return the options that variables and the file may set, by command. tools/configuration.py writes them."""
-    options: dict[str, list[str]] = json.loads(_FILE.read_text())
-    return options
+    return dict(json.loads(_FILE.read_text()))
 
 
 def variable(command: str | None, option: str) -> str:
@@ -252,6 +251,25 @@ def check_web_url(name: str, url: str) -> None:
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return
     raise ValueError(f"{name} must begin with http:// or https://, a host and a port or none, got {url!r:.200}")
+
+
+def read_text(option: str, file: str) -> str:
+    """Return the line of text in a file. Raises ValueError that names the option."""
+    text = read_secret(option, file).decode(errors="surrogateescape")
+    if not text.isprintable():
+        raise ValueError(f"{option} {file} is not one line of text")
+    return text
+
+
+def read_secret(option: str, file: str) -> bytes:
+    """Return what a file holds. Raises ValueError that names the option, also for an empty file."""
+    try:
+        secret = Path(file).read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"{option} {file}: {reason(error)}") from error
+    if not secret:
+        raise ValueError(f"{option} {file} is empty")
+    return secret
 
 
 def module_command(module: str, *options: str) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from cache.redis_index import ReaderSettings, WriterSettings, check_key_part, check_url
-from worker.common.command_line import SECRET_VARIABLE, CommandParser, reason
+from worker.common.command_line import SECRET_VARIABLE, CommandParser, read_secret, read_text, reason
 from worker.common.logs import LOG_FORMATS, LogFormat
 from worker.common.tls import ServerCertificate, WorkerCa
 
@@ -99,10 +99,10 @@ class SharedConfig:
             if choices is not None and value is not None and value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
             least, most = metadata["least"], metadata["most"]
-            is_valid = type(value) not in (int, float) or (value > 0 if least is None else least <= value <= most)
-            if not is_valid or value == math.inf:
-                bounds = "finite" if is_valid else "above 0" if least is None else f"{least} to {most}"
-                raise ValueError(f"{name} must be {bounds}, got {value}")
+            if value == math.inf:
+                raise ValueError(f"{name} must be finite")
+            if type(value) in (int, float) and not (value > 0 if least is None else least <= value <= most):
+                raise ValueError(f"{name} must be {'above 0' if least is None else f'{least} to {most}'}, got {value}")
         if self.redis is not None:
             check_url("--redis", self.redis)
             check_key_part("--redis-prefix", self.redis_prefix)
@@ -141,25 +141,6 @@ class SharedConfig:
     def workers_ca(self) -> WorkerCa | None:
         """Load the CA of the workers. Raises ValueError."""
         return None if self.worker_ca is None else WorkerCa(self.worker_ca, self.worker_tls_name)
-
-
-def read_text(option: str, file: str) -> str:
-    """Return the line of text in a file. Raises ValueError that names the option."""
-    text = read_secret(option, file).decode(errors="surrogateescape")
-    if not text.isprintable():
-        raise ValueError(f"{option} {file} is not one line of text")
-    return text
-
-
-def read_secret(option: str, file: str) -> bytes:
-    """Return what a file holds. Raises ValueError that names the option, also for an empty file."""
-    try:
-        secret = Path(file).read_bytes().strip()
-    except OSError as error:
-        raise ValueError(f"{option} {file}: {reason(error)}") from error
-    if not secret:
-        raise ValueError(f"{option} {file} is empty")
-    return secret
 
 
 def option_name(field: str) -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 import ssl
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -94,11 +95,11 @@ class ServerCertificate(TlsFiles):
     def __init__(self, cert: str, key: str) -> None:
         """Raises ValueError."""
 
-        def passphrase() -> str:  # without it, OpenSSL would ask at the terminal, and wait
+        def refuse() -> str:  # without it, OpenSSL would ask at the terminal, and wait
             raise OSError("the key has a passphrase, which cannot be asked for: remove it with `openssl pkey`")
 
-        context, option = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "--tls-cert, --tls-key"
-        super().__init__(option, context, lambda each: each.load_cert_chain(cert, key, passphrase), cert, key)
+        load = partial(ssl.SSLContext.load_cert_chain, certfile=cert, keyfile=key, password=refuse)
+        super().__init__("--tls-cert, --tls-key", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), load, cert, key)
 
 
 class WorkerCa(TlsFiles):

@@ -12,7 +12,7 @@ from benchmarks.replay import command_of, options_of
 def test_a_pace_is_above_zero(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         options_of(["file", "--url", "http://h", f"{option}={value}"])
-    assert f"{option}: {value} is not above 0" in capsys.readouterr().err
+    assert f"{option}: must be at least 0.001, got {value}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [["--api-key", "sk-1"], ["--api-key=sk-1"]])

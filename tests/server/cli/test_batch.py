@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import io
 import json
-import os
 from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -274,20 +272,6 @@ async def test_a_server_that_is_gone_ends_the_run(files: Files, capsys: pytest.C
     files.ask(line("a"))
     assert await files.run("http://127.0.0.1:1", "--retry-s", "0") == 1
     assert "run it again to go on" in capsys.readouterr().err
-
-
-async def test_a_full_disk_is_named(
-    files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def append(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(batch.AnswerFile, "append", append)
-    server = Moody()
-    files.ask(line("a", {"name": "a"}))
-    async with listening(server.app()) as url:
-        assert await files.run(url) == BAD_USAGE
-    assert f"No space left on device: '{files.answers}'" in capsys.readouterr().err
 
 
 async def test_a_slow_line_ends_no_others(files: Files, capsys: pytest.CaptureFixture[str]) -> None:

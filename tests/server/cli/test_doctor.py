@@ -101,7 +101,7 @@ async def test_a_port_is_free_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         seen = await doctor.port("port", "127.0.0.1", number, "--port")
-        assert (seen.status, "choose another with --port" in seen.fix) == ("fail", True)
+        assert (seen.status, "Choose another --port" in seen.found) == ("fail", True)
     assert (await doctor.port("port", "127.0.0.1", number, "--port")).status == "ok"
 
 
