@@ -22,10 +22,11 @@ from server.text.template_sandbox import TemplateEnvironment
 from tests.server.api.engine_worker import EngineWorker
 from tests.server.conftest import bundle_of, trained_tokenizer
 from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import script_of
 from tests.server.text.conversations import BODIES, Call, Step, read
 from tests.server.text.template_families import FAMILIES
 from tests.waiting import HANG_S, until
-from worker.wire import Failed, Rendered
+from worker.wire import End, EngineText, Failed, Finished, Rendered, Started, Tokens
 
 SYSTEM: Final = Step("system", "Be short.")
 USER: Final = Step("user", "Weather?")
@@ -54,6 +55,14 @@ SHAPES: Final[dict[str, list[Step]]] = {
     "empty content": [USER, Step("assistant", "")],
     "no system": [],
 }
+ANSWER: Final = script_of(
+    Started(0),
+    Tokens(0, (1, 2)),
+    EngineText(b'{"type": "x", "choices": [], "usage": {}, "id": "e"}'),
+    Finished(0, "stop"),
+    End(0.0, 0.0, 0.0),
+)
+"""One of any API."""
 PAIRS: Final = [(name,) for name in SHAPES] + list(itertools.combinations(SHAPES, 2))
 
 
@@ -92,7 +101,7 @@ async def refusals(
     tokenizer = trained_tokenizer()
     bundle = bundle_of(tokenizer, chat_template=FAMILIES[family], max_model_len=1 << 14)
     engine = {"template": FAMILIES[family], "tokenizer": tokenizer, "apis": tuple(BODIES) if by_engine else ()}
-    worker = TemplateEngine(bundle, reply=[50, 51], **engine)
+    worker = TemplateEngine(bundle, reply=[50, 51], behave=ANSWER if by_engine else None, **engine)
     found, num_requests = Counter[str](), 0
     async with (
         gateway(worker, tool_parser="hermes") as running,
