@@ -6,10 +6,11 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Final
 
 from tests import smollm2
+from tests.json_texts import texts
 
 PROSE: Final = frozenset(("text", "content", "description", "instructions", "output", "thinking", "system"))
 _TAG: Final = re.compile(r"</?[a-z_-]+>")
@@ -85,27 +86,6 @@ def _same_form(text: str, salt: bytes) -> str:
     )
 
 
-def texts(value: Any) -> Iterator[str]:
-    """Yield every text of a body."""
-    if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from texts(part)
-    elif isinstance(value, str):
-        yield value
-
-
-def prose(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the texts that `scrubbed` replaces."""
-    if isinstance(value, dict):
-        for name, part in value.items():
-            yield from prose(part, name)
-    elif isinstance(value, list):
-        for part in value:
-            yield from prose(part, key)
-    elif isinstance(value, str) and key in PROSE and not _CLIENT_LINE.match(value):
-        yield value
-
-
 def shingles(found_in: Iterable[str]) -> set[bytes]:
     """Return five bytes of the hash of each run of eight words, tags left out."""
     found = set()
@@ -128,7 +108,7 @@ def main() -> None:
     salt = os.urandom(16)
     known: set[bytes] = set()
     for request in requests:
-        known |= shingles(prose(request["body"]))
+        known |= shingles(text for text in texts(request["body"], PROSE) if not _CLIENT_LINE.match(text))
     kept = {"program": name, "version": version, "requests": scrubbed(requests, salt)}
     with open(f"{folder}/{name}.json.gz", "wb") as file:
         file.write(gzip.compress(json.dumps(kept, ensure_ascii=False).encode(), 9, mtime=0))

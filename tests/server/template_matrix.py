@@ -9,42 +9,24 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
 import jinja2
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from tokenizers import Tokenizer
 
-from cache.records import WorkerMember
 from server.event_loop import run_now
 from server.text.template_input import template_messages, template_tools, with_tools
 from server.text.template_sandbox import TemplateEnvironment
+from tests.server.api.engine_worker import EngineWorker
 from tests.server.conftest import bundle_of, trained_tokenizer
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import ScriptedWorker
+from tests.server.scripted_worker import script_of
 from tests.server.text.conversations import BODIES, Call, Step, read
 from tests.server.text.template_families import FAMILIES
 from tests.waiting import HANG_S, until
-from worker.common.capabilities import TOKENS
-from worker.wire import (
-    End,
-    EngineCall,
-    EngineText,
-    Failed,
-    Finished,
-    Frame,
-    GenerateRequest,
-    Rendered,
-    Started,
-    Tokens,
-    pack,
-    unpack,
-)
+from worker.wire import End, EngineText, Failed, Finished, Rendered, Started, Tokens
 
 SYSTEM: Final = Step("system", "Be short.")
 USER: Final = Step("user", "Weather?")
@@ -73,6 +55,14 @@ SHAPES: Final[dict[str, list[Step]]] = {
     "empty content": [USER, Step("assistant", "")],
     "no system": [],
 }
+ANSWER: Final = script_of(
+    Started(0),
+    Tokens(0, (1, 2)),
+    EngineText(b'{"type": "x", "choices": [], "usage": {}, "id": "e"}'),
+    Finished(0, "stop"),
+    End(0.0, 0.0, 0.0),
+)
+"""One of any API."""
 PAIRS: Final = [(name,) for name in SHAPES] + list(itertools.combinations(SHAPES, 2))
 
 
@@ -84,26 +74,13 @@ def steps_of(shapes: Collection[str]) -> list[Step]:
 
 
 @dataclass(eq=False)
-class TemplateEngine(ScriptedWorker):
+class TemplateEngine(EngineWorker):
     """An adapter whose engine renders by a template of its own, and refuses what that refuses."""
 
     template: str = ""
-    tokenizer: Tokenizer | None = None
-    by_engine: bool = True
-    """Without it, the worker is one with Headstart's engine."""
 
-    def member(self) -> WorkerMember:
-        return replace(super().member(), capabilities=tuple(BODIES) if self.by_engine else (TOKENS,))
-
-    def app(self) -> Any:
-        app = super().app()
-        app.router.routes.append(Route("/render", self._render, methods=["POST"]))
-        return app
-
-    async def _render(self, http: Request) -> Response:
-        call = unpack(await http.body(), EngineCall)
-        body = {"model": "tiny", **json.loads(call.body)}
-        given = await read(call.path, json.dumps(body).encode())
+    def render(self, path: str, body: dict[str, Any]) -> Rendered | Failed:
+        given = run_now(read(path, json.dumps({"model": "tiny", **body}).encode()).__await__())
         messages: Any = run_now(template_messages(given, knows_developer=True))
         tools = template_tools(given.tools)
         if "tools" not in self.template:
@@ -112,21 +89,9 @@ class TemplateEngine(ScriptedWorker):
         try:
             text = TemplateEnvironment().from_string(self.template).render(**variables, add_generation_prompt=True)
         except (jinja2.TemplateError, AttributeError, TypeError) as error:
-            failed = Failed("invalid_request", str(error), retryable=False)
-            return Response(pack(failed), status_code=400)
+            return Failed("invalid_request", str(error), retryable=False)
         assert self.tokenizer is not None
-        return Response(pack(Rendered((tuple(self.tokenizer.encode(text).ids),), (100,))))
-
-    async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
-        if request.call is None:
-            async for frame in super().answer(request):
-                yield frame
-            return
-        yield Started(0)
-        yield Tokens(0, (1, 2))
-        yield EngineText(json.dumps({"type": "x", "choices": [], "usage": {}, "id": "e"}).encode())
-        yield Finished(0, "stop")
-        yield End(0.0, 0.0, 0.0)
+        return Rendered((tuple(self.tokenizer.encode(text).ids),), (100,))
 
 
 async def refusals(
@@ -135,8 +100,8 @@ async def refusals(
     """Return the number of requests, and the sentences of those that were refused."""
     tokenizer = trained_tokenizer()
     bundle = bundle_of(tokenizer, chat_template=FAMILIES[family], max_model_len=1 << 14)
-    engine = {"template": FAMILIES[family], "tokenizer": tokenizer, "by_engine": by_engine}
-    worker = TemplateEngine(bundle, reply=[50, 51], **engine)
+    engine = {"template": FAMILIES[family], "tokenizer": tokenizer, "apis": tuple(BODIES) if by_engine else ()}
+    worker = TemplateEngine(bundle, reply=[50, 51], behave=ANSWER if by_engine else None, **engine)
     found, num_requests = Counter[str](), 0
     async with (
         gateway(worker, tool_parser="hermes") as running,

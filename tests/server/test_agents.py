@@ -14,7 +14,8 @@ from typing import Any, Final
 import pytest
 from tokenizers import Tokenizer
 
-from tests.clients.scrub import shingles, texts
+from tests.clients.scrub import shingles
+from tests.json_texts import texts
 from tests.server.conftest import bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.serving import free_ports
 from tests.faults.part import Gateway
+from tests.json_texts import texts
 from tests.redis_server import RedisServer, newest_redis
 from tests.server.sse_grammar import events
 from tests.vllm.engines import START_S, Engine, Options
@@ -128,18 +129,8 @@ def contents(answer: httpx.Response) -> str:
     lines = [answer.text]
     if answer.headers["content-type"].startswith("text/event-stream"):
         lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-    return "".join(part for line in lines for part in strings(json.loads(line)))
-
-
-def strings(value: Any, name: str = "") -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from strings(item, key)
-    elif isinstance(value, list):
-        for item in value:
-            yield from strings(item, name)
-    elif isinstance(value, str) and name in ("content", "text", "arguments", "partial_json", "thinking", "name"):
-        yield value
+    names = ("content", "text", "arguments", "partial_json", "thinking", "name")
+    return "".join(text for line in lines for text in texts(json.loads(line), names))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -81,17 +81,22 @@ class EngineWorker(ScriptedWorker):
         if self.silent:
             return Response(pack(Failed("not_ready", "silent", retryable=True)), status_code=503)
         call = unpack(await http.body(), EngineCall)
-        body = json.loads(call.body)
-        self.rendered.append(body)
-        if self.refuses_render is not None:
-            return Response(pack(self.refuses_render), status_code=400)
+        self.rendered.append(json.loads(call.body))
+        found = self.refuses_render or self.render(call.path, self.rendered[-1])
+        return Response(pack(found), status_code=400 if isinstance(found, Failed) else 200)
+
+    def render(self, path: str, body: dict[str, Any]) -> Rendered | Failed:
+        """Return the engine's prompt of a body."""
         assert self.tokenizer is not None
         texts = [str(message["content"]) for message in body.get("messages", ())]
         ids = self.tokenizer.encode("<|im_start|>" + "\n".join(texts) + "<|im_end|>").ids
-        return Response(pack(Rendered((tuple(ids),), (100,))))
+        return Rendered((tuple(ids),), (100,))
 
     async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
-        assert request.call is not None
+        if request.call is None:  # the gateway has rendered the prompt
+            async for frame in super().answer(request):
+                yield frame
+            return
         yield Started(self.num_cached_tokens)
         begun = len(request.choices[0].output_ids)
         if not request.call.streams:

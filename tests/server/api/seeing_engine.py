@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import base64
-import json
 import struct
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Final
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from cache.hashing import MediaStart
 from cache.records import WorkerMember
 from tests.server.api.engine_worker import EngineWorker
-from tests.server.scripted_worker import ScriptedWorker
 from worker.common.capabilities import IMAGES
-from worker.wire import EngineCall, Failed, Frame, GenerateRequest, Rendered, pack, unpack
+from worker.wire import Failed, Rendered
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 NUM_PLACEHOLDERS: Final = 20
@@ -107,22 +102,13 @@ class SeeingWorker(EngineWorker):
         member = super().member()
         return replace(member, capabilities=(*member.capabilities, IMAGES)) if self.sees else member
 
-    async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
-        """Answer as the engine, or with tokens to a prompt of the gateway."""
-        answers = ScriptedWorker.answer if request.call is None else EngineWorker.answer
-        async for frame in answers(self, request):
-            yield frame
-
-    async def _render(self, http: Request) -> Response:
-        call = unpack(await http.body(), EngineCall)
+    def render(self, path: str, body: dict[str, Any]) -> Rendered | Failed:
         try:
-            body = json.loads(call.body)
-            self.rendered.append(body)
-            return Response(pack(self._rendered(body)))
+            return self._rendered(body)
         except Unreadable as error:
-            return Response(pack(error.failed), status_code=400)
+            return error.failed
         except Exception:  # a body of another form
-            return Response(pack(Failed("invalid_request", "a field is wrong", retryable=False)), status_code=400)
+            return Failed("invalid_request", "a field is wrong", retryable=False)
 
     def _rendered(self, body: dict[str, Any]) -> Rendered:
         turns = body.get("messages") or body.get("input")

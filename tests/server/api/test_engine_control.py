@@ -13,8 +13,6 @@ import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.requests import Request
-from starlette.responses import Response
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 from server.api.engine.control import _Replacement
@@ -22,7 +20,7 @@ from server.text import control_tokens
 from tests.server.api.engine_worker import EngineWorker, engine_gateway
 from tests.server.conftest import bundle_of, trained_tokenizer
 from tests.server.test_app import post, post_once
-from worker.wire import EngineCall, Failed, Rendered, TokenizerBundle, pack, unpack
+from worker.wire import Failed, Rendered, TokenizerBundle
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -79,19 +77,15 @@ class TemplateWorker(EngineWorker):
     template: str = TEMPLATE
     lengths: list[int] = field(default_factory=list)
 
-    async def _render(self, http: Request) -> Response:
-        call = unpack(await http.body(), EngineCall)
-        body = json.loads(call.body)
-        self.rendered.append(body)
+    def render(self, path: str, body: dict[str, Any]) -> Rendered | Failed:
         try:
-            ids = self.prompt_ids(call.path, body)
+            ids = self.prompt_ids(path, body)
         except ValueError as error:
-            return Response(pack(Failed("invalid_request", str(error), retryable=False)), status_code=400)
+            return Failed("invalid_request", str(error), retryable=False)
         self.lengths.append(len(ids))
         if len(ids) + (body.get("max_tokens") or body.get("max_output_tokens") or 0) > MAX_LEN:
-            failed = Failed("context_length_exceeded", "too long", retryable=False)
-            return Response(pack(failed), status_code=400)
-        return Response(pack(Rendered((tuple(ids),), (100,))))
+            return Failed("context_length_exceeded", "too long", retryable=False)
+        return Rendered((tuple(ids),), (100,))
 
     def prompt_ids(self, path: str, body: dict[str, Any]) -> list[int]:
         """Return the engine's ids of a body's prompt."""

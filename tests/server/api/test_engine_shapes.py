@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from msgspec import Raw
 
 from server.api.engine.shapes import EngineShapes, _body, _turns
 from server.text.shapes import Shapes, repaired
+from tests.json_texts import texts
 from tests.server.text.conversations import BODIES, CHAT_PATH, MESSAGES_PATH, Call, Step, strange
 from tests.server.text.template_families import RULES
 from worker.wire import EngineCall, Rendered
@@ -35,13 +35,6 @@ SHAPES: Final = st.builds(
 
 def fields_of(body: dict[str, Any]) -> dict[str, Any]:
     return {name: Raw(json.dumps(value).encode()) for name, value in body.items()}
-
-
-def texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from texts(item)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -13,8 +13,6 @@ import yarl
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
-from starlette.requests import Request
-from starlette.responses import Response
 from tokenizers import Tokenizer
 from urllib3.util import parse_url
 
@@ -30,7 +28,6 @@ from tests.server.api.seeing_engine import (
     NUM_PLACEHOLDERS,
     RESPONSES,
     SeeingWorker,
-    Unreadable,
     body_of,
     data_url,
     in_base64,
@@ -41,7 +38,7 @@ from tests.server.api.seeing_engine import (
 from tests.server.test_app import post, post_once
 from tests.waiting import HANG_S
 from worker.common.capabilities import IMAGES
-from worker.wire import Failed, Rendered, TokenizerBundle, pack
+from worker.wire import Failed, Rendered, TokenizerBundle
 
 ROUTES = (CHAT, MESSAGES, RESPONSES)
 SALT = bytes(32)
@@ -275,11 +272,10 @@ async def test_control_tokens_next_to_images_are_refused(engine: SeeingWorker) -
 class StrictWorker(SeeingWorker):
     """Takes only messages of users."""
 
-    async def _render(self, http: Request) -> Response:
-        answer = await super()._render(http)
-        if self.rendered[-1]["messages"][0]["role"] == "user":
-            return answer
-        return Response(pack(Failed("invalid_request", "role: unknown", retryable=False)), 400)
+    def render(self, path: str, body: dict[str, Any]) -> Rendered | Failed:
+        if body["messages"][0]["role"] == "user":
+            return super().render(path, body)
+        return Failed("invalid_request", "role: unknown", retryable=False)
 
 
 async def test_other_errors_name_no_image(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
@@ -292,8 +288,8 @@ async def test_other_errors_name_no_image(bundle: TokenizerBundle, raw_tokenizer
 
 
 class ShortWorker(SeeingWorker):
-    def _rendered(self, body: dict[str, Any]) -> Rendered:
-        raise Unreadable("context_length_exceeded", "The prompt is too long.")
+    def render(self, path: str, body: dict[str, Any]) -> Rendered | Failed:
+        return Failed("context_length_exceeded", "The prompt is too long.", retryable=False)
 
 
 async def test_a_long_prompt_is_rendered_once(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
