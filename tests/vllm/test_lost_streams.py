@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 def turn(chance: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return the path and the body of a completion, or of a request with tools to one of the three APIs."""
+    """Return the path and body of a completion, or of a request with tools to another API."""
     asked = f"{chance.getrandbits(32)}: what is the weather in {chance.choice(CITIES)}?"
     match chance.choice(("calls", "completion", "messages", "responses")):
         case "calls":
