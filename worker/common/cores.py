@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-SPINS: Final = 2000
-"""Rounds for which a thread of OpenMP waits in a loop before it sleeps: some 30 to 150 us, the time between two parts
+SPINS: Final = 3000
+"""Rounds for which a thread of OpenMP waits in a loop before it sleeps: some 50 to 200 us, the time between two parts
 of a step. By default it waits for 10 ms and more, for as long as its peer waits for a processor."""
 _WAITING: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 MAX_WAIT_SHARE: Final = 0.2
