@@ -32,7 +32,7 @@ Task = Literal["auto", "generate", "embed"]
 KV_DISK_BYTES: Final = 10 << 30  # the default of --kv-disk-size
 ENGINES: Final[tuple[EngineKind, ...]] = ("headstart", "vllm", "sglang")
 TASKS: Final[tuple[Task, ...]] = ("auto", "generate", "embed")
-_OWN_OPTIONS: Final = ("model", "kv_disk", "kv_host_memory", "max_step_ms", "speculate")
+_OWN_OPTIONS: Final = ("model", "task", "kv_disk", "kv_host_memory", "max_step_ms", "speculate")
 """Options that only the built-in engine has."""
 
 _model = partial(option, "model")
@@ -152,7 +152,8 @@ class WorkerConfig(SharedConfig):
             raise ValueError("--num-blocks and --kv-cache-memory exclude each other: give one")
         if (self.kv_disk is not None or self.kv_host_memory) and self.prefix_cache != "hash":
             raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
-        if self.engine != "headstart" and (own := next((name for name in _OWN_OPTIONS if getattr(self, name)), None)):
+        given = (name for name in _OWN_OPTIONS if getattr(self, name) not in ("", "auto", None, 0))
+        if self.engine != "headstart" and (own := next(given, None)):
             raise ValueError(f"{option_name(own)} is for the built-in engine: use the option of the other engine")
         if self.engine == "headstart" and (self.tokenizer or self.revision):
             raise ValueError("--tokenizer and --revision are for other engines: give --model FOLDER, or ID@REVISION")
@@ -160,8 +161,6 @@ class WorkerConfig(SharedConfig):
             raise ValueError(ENGINE_TEMPLATE)
         if (self.engine == "headstart") != (self.engine_url == ""):
             raise ValueError("--engine vllm (or sglang) and --engine-url go together: give both or none")
-        if self.task == "embed" and self.engine != "headstart":
-            raise ValueError("--task embed is for the built-in engine: other engines generate text here")
         for name, url in (("--engine-url", self.engine_url), ("--advertise-url", self.advertise_url)):
             if url:
                 check_web_url(name, url)

@@ -6,5 +6,5 @@ placement         one decision and its Placement          queue           every 
 types             RouteRequest, NoWorkerError             index_accuracy  predicted against found tokens
 ledger            blocks of live and recent requests      decisions       a sample for the dashboard
 short_list        the workers of a large fleet to score   copies          more homes for hot chains
-fetch_plan        blocks from tiers and peers             workers_needed  a number to scale each model by
+fetch_plan        what is fetched, from where             workers_needed  a number to scale each model by
 """
