@@ -26,7 +26,7 @@ from worker.wire import pack, unpack
 
 pytestmark = pytest.mark.e2e
 WORKER_ARGS = ["--dtype", "float32", "--deterministic"]
-STEP_S = 0.05
+STEP_S = 0.1
 """Time of each step: so computing takes long enough for moving to pay."""
 
 
@@ -39,7 +39,7 @@ class Moving(Cluster):
         super().__init__(folder, model, topology)
 
     def ask(self, prompt: str, **options: Any) -> Answer:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 1.0, "seed": 7, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 6, "temperature": 1.0, "seed": 7, "ignore_eos": True}
         body |= {"return_token_ids": True, "logprobs": 0, **options}
         # To read the certificates of authorities would take longer than a short prefill.
         return Answer(httpx.post(f"{self.gateway.url}/v1/completions", json=body, timeout=HANG_S, verify=False))
