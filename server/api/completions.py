@@ -61,13 +61,14 @@ async def prepare_completion(
     prompts = batch_of(request.prompt, "prompt")
     num_sampled = max(request.best_of or 1, request.num_choices)
     constraint = await answer_grammar(request.response_format, request.structured_outputs)
+    tops = (request.prompt_logprobs, request.logprobs if request.echo else None)
     sampling = await params.sampling_params(
         request,
         model,
         max_tokens=request.token_limit,
         num_choices=request.num_choices,
         logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
+        prompt_logprobs=max((num_top for num_top in tops if num_top is not None), default=None),
         grammar=constraint.grammar,
     )
     _check_batch(sampling, len(prompts), num_sampled)
@@ -149,16 +150,15 @@ class CompletionFormatter(ChunkFormatter):
         return usage
 
     def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
-        num_shown = 0
         for prompt, generation in enumerate(response.generations):
             sampled = choices[prompt * self._num_sampled : (prompt + 1) * self._num_sampled]
             if len(sampled) > self._num_shown:
                 sampled = sorted(sampled, key=_mean_logprob, reverse=True)[: self._num_shown]
             echo = self._echoes[prompt] if self._echoes else ""
-            for choice in sampled:
+            for rank, choice in enumerate(sampled):
                 fields = self._whole_choice(
                     choice,
-                    index=num_shown,
+                    index=prompt * self._num_shown + rank,
                     text=echo + choice.text if self.shows_output else echo,
                     logprobs=self._logprobs(response, prompt, choice.entries, echo=bool(self._echoes)),
                     finish_reason=choice.finish_reason,
@@ -167,7 +167,6 @@ class CompletionFormatter(ChunkFormatter):
                     fields["token_ids"] = []
                 self._add_prompt(fields, generation)
                 yield fields
-                num_shown += 1
 
     def _delta_events(self, response: ResponseStream, delta: ChoiceDelta) -> Iterator[bytes]:
         index, prompt = delta.choice, delta.choice // self._num_sampled

@@ -197,6 +197,15 @@ async def test_echo_and_scoring(worker: ScriptedWorker) -> None:
     assert answer.usage.completion_tokens == 0
 
 
+async def test_an_echo_leaves_as_many_prompt_logprobs_as_asked(worker: ScriptedWorker) -> None:
+    fields = {"model": "tiny", "prompt": "seats", "echo": True, "max_tokens": 1}
+    async with gateway(worker) as target:
+        for logprobs, prompt_logprobs in ((1, 5), (5, 1), (2, None)):
+            asked = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+            await post(target.url, fields | asked, "/v1/completions")
+    assert [request.sampling.prompt_logprobs for request in worker.received] == [5, 5, 2]
+
+
 async def test_offsets_of_characters_of_several_tokens(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target, client(target) as sdk:
         answer = await sdk.completions.create(model="tiny", prompt="é中🎉x", echo=True, max_tokens=2, logprobs=1)
