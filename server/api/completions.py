@@ -140,8 +140,12 @@ class CompletionFormatter(ChunkFormatter):
         """False: only the prompt's log probabilities are asked for."""
 
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
-        parts = (part for delta in deltas for part in self._delta_events(response, delta))
+        parts = (part for delta in deltas for part in self._delta_events(response, self._shown(delta)))
         return parts if self._echoes and self._num_top is not None else b"".join(parts)
+
+    def _shown(self, delta: ChoiceDelta) -> ChoiceDelta:
+        """Return the output as the client asked for it: without the one token that a worker samples at least."""
+        return delta if self.shows_output else ChoiceDelta(delta.choice, "", [], [], delta.finish_reason and "length")
 
     def _usage(self, response: ResponseStream) -> dict[str, Any]:
         usage = response.usage()
@@ -155,16 +159,14 @@ class CompletionFormatter(ChunkFormatter):
             if len(sampled) > self._num_shown:
                 sampled = sorted(sampled, key=_mean_logprob, reverse=True)[: self._num_shown]
             echo = self._echoes[prompt] if self._echoes else ""
-            for rank, choice in enumerate(sampled):
+            for rank, choice in enumerate(map(self._shown, sampled)):
                 fields = self._whole_choice(
                     choice,
                     index=prompt * self._num_shown + rank,
-                    text=echo + choice.text if self.shows_output else echo,
+                    text=echo + choice.text,
                     logprobs=self._logprobs(response, prompt, choice.entries, echo=bool(self._echoes)),
                     finish_reason=choice.finish_reason,
                 )
-                if self._token_ids and not self.shows_output:
-                    fields["token_ids"] = []
                 self._add_prompt(fields, generation)
                 yield fields
 
@@ -179,7 +181,7 @@ class CompletionFormatter(ChunkFormatter):
                 logprobs = self._logprobs(response, prompt, (), echo=True)
                 yield from self._chunk(response, index=index, text=self._echoes[prompt], logprobs=logprobs, **first)
                 first = {}
-        text, entries, token_ids = (delta.text, delta.entries, delta.token_ids) if self.shows_output else ("", [], [])
+        text, entries, token_ids = delta.text, delta.entries, delta.token_ids
         if text or entries or first or (self._token_ids and token_ids) or delta.finish_reason is not None:
             logprobs = self._logprobs(response, prompt, entries, echo=False) if entries else None
             choice = LazyJson(index=index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason)
@@ -219,10 +221,9 @@ class CompletionFormatter(ChunkFormatter):
             for token_id, logprobs in zip(generation.spec.prompt_ids, generation.prompt_logprobs, strict=False):
                 yield token_id, logprobs, offset
                 offset += len(decoder.decode(self._token_bytes[token_id]))
-        if self.shows_output:
-            shift = len(self._echoes[prompt]) if self._echoes else 0
-            for entry in entries:
-                yield entry.token_id, entry.logprobs, entry.start + shift
+        shift = len(self._echoes[prompt]) if self._echoes else 0
+        for entry in entries:
+            yield entry.token_id, entry.logprobs, entry.start + shift
 
     def _top_logprobs(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
         if logprobs is None:

@@ -197,6 +197,16 @@ async def test_echo_and_scoring(worker: ScriptedWorker) -> None:
     assert answer.usage.completion_tokens == 0
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_echo_alone_ends_by_its_length(worker: ScriptedWorker, is_stream: bool) -> None:
+    fields = {"model": "tiny", "prompt": "seats", "echo": True, "max_tokens": 0, "return_token_ids": True, "stop": "T"}
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, fields | {"stream": is_stream}, "/v1/completions")
+    *before, choice = [each["choices"][0] for each in (events(raw)[:-1] if is_stream else [json.loads(raw)])]
+    assert "".join(each["text"] for each in (*before, choice)) == "seats"
+    assert (choice["token_ids"], choice["finish_reason"], "stop_reason" in choice) == ([], "length", False)
+
+
 async def test_an_echo_leaves_as_many_prompt_logprobs_as_asked(worker: ScriptedWorker) -> None:
     fields = {"model": "tiny", "prompt": "seats", "echo": True, "max_tokens": 1}
     async with gateway(worker) as target:
