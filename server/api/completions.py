@@ -66,7 +66,7 @@ async def prepare_completion(
         request,
         model,
         max_tokens=request.token_limit,
-        num_choices=request.num_choices,
+        num_choices=num_sampled,
         logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
         prompt_logprobs=max((num_top for num_top in tops if num_top is not None), default=None),
         grammar=constraint.grammar,

@@ -197,6 +197,14 @@ async def test_echo_and_scoring(worker: ScriptedWorker) -> None:
     assert answer.usage.completion_tokens == 0
 
 
+async def test_lists_count_for_each_choice_of_best_of(worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.wire.MAX_LISTED_IDS", 50)
+    fields = {"model": "tiny", "prompt": "seats", "best_of": 6, "allowed_token_ids": list(range(10))}
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, fields, "/v1/completions")
+    assert (status, json.loads(raw)["error"]["param"]) == (400, "allowed_token_ids")
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_an_echo_alone_ends_by_its_length(worker: ScriptedWorker, is_stream: bool) -> None:
     fields = {"model": "tiny", "prompt": "seats", "echo": True, "max_tokens": 0, "return_token_ids": True, "stop": "T"}
