@@ -109,7 +109,7 @@ class Detokenizer:
         """The stop string that matched."""
 
     def feed(self, token_ids: Sequence[int], *, may_stop: bool = True) -> str:
-        """Return the text that these tokens release. One may complete a stop string if it `may_stop`: feed it alone."""
+        """Return the text that these tokens release. Feed one at a time to learn which stopped, if any `may_stop`."""
         if self.stopped:
             return ""
         token_bytes, hidden = self._token_bytes, self._hidden
