@@ -61,13 +61,14 @@ async def prepare_completion(
     prompts = batch_of(request.prompt, "prompt")
     num_sampled = max(request.best_of or 1, request.num_choices)
     constraint = await answer_grammar(request.response_format, request.structured_outputs)
+    tops = (request.prompt_logprobs, request.logprobs if request.echo else None)
     sampling = await params.sampling_params(
         request,
         model,
         max_tokens=request.token_limit,
-        num_choices=request.num_choices,
+        num_choices=num_sampled,
         logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
+        prompt_logprobs=max((num_top for num_top in tops if num_top is not None), default=None),
         grammar=constraint.grammar,
     )
     _check_batch(sampling, len(prompts), num_sampled)
@@ -139,8 +140,12 @@ class CompletionFormatter(ChunkFormatter):
         """False: only the prompt's log probabilities are asked for."""
 
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
-        parts = (part for delta in deltas for part in self._delta_events(response, delta))
+        parts = (part for delta in deltas for part in self._delta_events(response, self._shown(delta)))
         return parts if self._echoes and self._num_top is not None else b"".join(parts)
+
+    def _shown(self, delta: ChoiceDelta) -> ChoiceDelta:
+        """Return the output as the client asked for it: without the one token that a worker samples at least."""
+        return delta if self.shows_output else ChoiceDelta(delta.choice, "", [], [], delta.finish_reason and "length")
 
     def _usage(self, response: ResponseStream) -> dict[str, Any]:
         usage = response.usage()
@@ -149,25 +154,21 @@ class CompletionFormatter(ChunkFormatter):
         return usage
 
     def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
-        num_shown = 0
         for prompt, generation in enumerate(response.generations):
             sampled = choices[prompt * self._num_sampled : (prompt + 1) * self._num_sampled]
             if len(sampled) > self._num_shown:
                 sampled = sorted(sampled, key=_mean_logprob, reverse=True)[: self._num_shown]
             echo = self._echoes[prompt] if self._echoes else ""
-            for choice in sampled:
+            for rank, choice in enumerate(map(self._shown, sampled)):
                 fields = self._whole_choice(
                     choice,
-                    index=num_shown,
-                    text=echo + choice.text if self.shows_output else echo,
+                    index=prompt * self._num_shown + rank,
+                    text=echo + choice.text,
                     logprobs=self._logprobs(response, prompt, choice.entries, echo=bool(self._echoes)),
                     finish_reason=choice.finish_reason,
                 )
-                if self._token_ids and not self.shows_output:
-                    fields["token_ids"] = []
                 self._add_prompt(fields, generation)
                 yield fields
-                num_shown += 1
 
     def _delta_events(self, response: ResponseStream, delta: ChoiceDelta) -> Iterator[bytes]:
         index, prompt = delta.choice, delta.choice // self._num_sampled
@@ -180,7 +181,7 @@ class CompletionFormatter(ChunkFormatter):
                 logprobs = self._logprobs(response, prompt, (), echo=True)
                 yield from self._chunk(response, index=index, text=self._echoes[prompt], logprobs=logprobs, **first)
                 first = {}
-        text, entries, token_ids = (delta.text, delta.entries, delta.token_ids) if self.shows_output else ("", [], [])
+        text, entries, token_ids = delta.text, delta.entries, delta.token_ids
         if text or entries or first or (self._token_ids and token_ids) or delta.finish_reason is not None:
             logprobs = self._logprobs(response, prompt, entries, echo=False) if entries else None
             choice = LazyJson(index=index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason)
@@ -220,10 +221,9 @@ class CompletionFormatter(ChunkFormatter):
             for token_id, logprobs in zip(generation.spec.prompt_ids, generation.prompt_logprobs, strict=False):
                 yield token_id, logprobs, offset
                 offset += len(decoder.decode(self._token_bytes[token_id]))
-        if self.shows_output:
-            shift = len(self._echoes[prompt]) if self._echoes else 0
-            for entry in entries:
-                yield entry.token_id, entry.logprobs, entry.start + shift
+        shift = len(self._echoes[prompt]) if self._echoes else 0
+        for entry in entries:
+            yield entry.token_id, entry.logprobs, entry.start + shift
 
     def _top_logprobs(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
         if logprobs is None:

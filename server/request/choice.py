@@ -211,7 +211,8 @@ class Choice:
     def _decode_pending(self) -> None:
         pending_ids = self.output_ids[self._num_decoded :]
         if pending_ids:
-            self._text += self._detokenizer.feed(pending_ids)
+            may_stop = len(self.output_ids) > self._spec.sampling.min_tokens
+            self._text += self._detokenizer.feed(pending_ids, may_stop=may_stop)
             self._num_decoded = len(self.output_ids)
 
     def _finish_at_stop_string(self) -> None:

@@ -108,31 +108,31 @@ class Detokenizer:
         self.matched: str | None = None
         """The stop string that matched."""
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens release. Feed one at a time to learn which one completed a stop string."""
+    def feed(self, token_ids: Sequence[int], *, may_stop: bool = True) -> str:
+        """Return the text that these tokens release. Feed one at a time to learn which stopped, if any `may_stop`."""
         if self.stopped:
             return ""
         token_bytes, hidden = self._token_bytes, self._hidden
-        return self._release(self._utf8.decode(b"".join([token_bytes[id_] for id_ in token_ids if id_ not in hidden])))
+        data = b"".join([token_bytes[id_] for id_ in token_ids if id_ not in hidden])
+        return self._release(self._utf8.decode(data), may_stop=may_stop)
 
     def finish(self) -> str:
         """Return the rest. An incomplete character becomes U+FFFD, as in decoding the whole."""
         if self.stopped:
             return ""
-        text = self._release(self._utf8.decode(b"", final=True))
-        if not self.stopped:
-            text += self._held
-            self.text_len += len(self._held)
-            self._held = ""
+        text = self._release(self._utf8.decode(b"", final=True)) + self._held
+        self.text_len += len(self._held)
+        self._held = ""
         return text
 
-    def _release(self, fresh: str) -> str:
+    def _release(self, fresh: str, *, may_stop: bool = True) -> str:
         self.num_chars += len(fresh)
         if not self._rules.stops:
             self.text_len += len(fresh)
             return fresh
-        text = self._held + fresh
-        found = [(start + len(stop), start) for stop in self._rules.stops if (start := text.find(stop)) >= 0]
+        text, num_held = self._held + fresh, len(self._held)
+        begins = ((stop, text.find(stop, max(0, num_held + 1 - len(stop)))) for stop in self._rules.stops if may_stop)
+        found = [(start + len(stop), start) for stop, start in begins if start >= 0]
         if found:
             end, start = min(found)  # the first that is complete; the longest of those with one end
             self.stopped, self.matched, self._held = True, text[start:end], ""

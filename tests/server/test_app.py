@@ -197,6 +197,33 @@ async def test_echo_and_scoring(worker: ScriptedWorker) -> None:
     assert answer.usage.completion_tokens == 0
 
 
+async def test_lists_count_for_each_choice_of_best_of(worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.wire.MAX_LISTED_IDS", 50)
+    fields = {"model": "tiny", "prompt": "seats", "best_of": 6, "allowed_token_ids": list(range(10))}
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, fields, "/v1/completions")
+    assert (status, json.loads(raw)["error"]["param"]) == (400, "allowed_token_ids")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_echo_alone_ends_by_its_length(worker: ScriptedWorker, is_stream: bool) -> None:
+    fields = {"model": "tiny", "prompt": "seats", "echo": True, "max_tokens": 0, "return_token_ids": True, "stop": "T"}
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, fields | {"stream": is_stream}, "/v1/completions")
+    *before, choice = [each["choices"][0] for each in (events(raw)[:-1] if is_stream else [json.loads(raw)])]
+    assert "".join(each["text"] for each in (*before, choice)) == "seats"
+    assert (choice["token_ids"], choice["finish_reason"], "stop_reason" in choice) == ([], "length", False)
+
+
+async def test_an_echo_leaves_as_many_prompt_logprobs_as_asked(worker: ScriptedWorker) -> None:
+    fields = {"model": "tiny", "prompt": "seats", "echo": True, "max_tokens": 1}
+    async with gateway(worker) as target:
+        for logprobs, prompt_logprobs in ((1, 5), (5, 1), (2, None)):
+            asked = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+            await post(target.url, fields | asked, "/v1/completions")
+    assert [request.sampling.prompt_logprobs for request in worker.received] == [5, 5, 2]
+
+
 async def test_offsets_of_characters_of_several_tokens(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target, client(target) as sdk:
         answer = await sdk.completions.create(model="tiny", prompt="é中🎉x", echo=True, max_tokens=2, logprobs=1)

@@ -219,7 +219,7 @@ class BatchUsage:
     def num_tokens_left(self) -> int:
         """Tokens left of TGI's limit on all tokens."""
         limit = self._limits.max_batch_total_tokens
-        return sys.maxsize if limit is None or self.num_sequences == 0 else limit - self._total_tokens
+        return sys.maxsize if limit is None else limit - self._total_tokens
 
     def has_room_for(self, sequence: TokenSequence) -> bool:
         """Return whether one choice of the sequence fits into the pool, and into TGI's limit."""

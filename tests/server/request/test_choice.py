@@ -21,11 +21,11 @@ def token_bytes(raw_tokenizer: Tokenizer) -> TokenBytes:
     return TokenBytes(raw_tokenizer, json.loads(raw_tokenizer.to_str()))
 
 
-def choice_of(token_bytes: TokenBytes, *, with_logprobs: bool = False, **rules: Any) -> Choice:
+def choice_of(token_bytes: TokenBytes, *, with_logprobs: bool = False, min_tokens: int = 0, **rules: Any) -> Choice:
     spec: Any = SimpleNamespace(
         model=SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=token_bytes)),
         seeds=(5,),
-        sampling=SamplingParams(max_tokens=9, logprobs=0 if with_logprobs else None),
+        sampling=SamplingParams(max_tokens=9, min_tokens=min_tokens, logprobs=0 if with_logprobs else None),
         rules=TextRules(**rules),
         first_index=0,
     )
@@ -60,6 +60,19 @@ def test_the_start_of_a_stop_string_is_released_at_the_end(token_bytes: TokenByt
     last = drained(choice)
     assert (last.text, last.finish_reason, last.stop_reason) == ("EN", "length", None)
     assert choice.take_delta() is None
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, ""), (1, "a"), (2, "a"), (3, "a-b"), (4, "a-b-c"), (6, "a-b-c-d")]
+)
+def test_a_stop_string_ends_no_answer_before_min_tokens(token_bytes: TokenBytes, min_tokens: int, text: str) -> None:
+    choice = choice_of(token_bytes, min_tokens=min_tokens, stops=("a", "-b", "-", "-cd"))
+    for one in "a-b-c-d":
+        if take(choice, token_bytes, one):
+            break
+    assert len(choice.output_ids) > min_tokens
+    choice.finish("length")
+    assert drained(choice).text == text
 
 
 def test_log_probabilities_come_with_the_text_of_their_tokens(token_bytes: TokenBytes) -> None:

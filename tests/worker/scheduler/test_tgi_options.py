@@ -112,6 +112,15 @@ def test_total_tokens_of_the_running_are_limited() -> None:
     engine.finish()
 
 
+def test_total_tokens_count_each_choice_of_the_first_request() -> None:
+    engine = HandEngine(num_blocks=400, max_batch_total_tokens=100)
+    request = engine.submit(generate([1] * 10, 40, n=4))
+    engine.step()
+    assert [len(sequence.choices) for sequence in engine.scheduler.running] == [1, 1]  # 50 + 50
+    engine.finish()
+    assert engine.answer(request).tokens == {i: answer([1] * 10, 100 + i, 40) for i in range(4)}
+
+
 def test_without_the_ratio_requests_are_admitted_at_once() -> None:
     engine = HandEngine(num_blocks=400)
     for i in range(4):
