@@ -171,6 +171,39 @@ async def test_silent_server_is_dropped(caplog: pytest.LogCaptureFixture) -> Non
         assert "never retrieved" not in caplog.text
 
 
+@pytest.mark.parametrize("refusal", [b"MISCONF Redis cannot save.", b"BUSY Redis is busy running a script."])
+async def test_a_refused_ping_keeps_the_connection(refusal: bytes) -> None:
+    """A Redis with a full disk refuses PING, but answers all that only reads."""
+    num_pings = []
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] != b"PING":
+            return sane(words)
+        num_pings.append(words)
+        return b"-" + refusal + b"\r\n"
+
+    async with connected(answer, stall_s=0.04) as (scripted, client, garbage):
+        await until(lambda: len(num_pings) > 3)
+        assert await call(client, "HELLO") == b"HELLO"
+        assert (scripted.num_connections, garbage) == (1, [])
+
+
+async def test_a_moved_slot_without_a_host_is_at_the_same_host() -> None:
+    owner = Scripted(sane)
+    async with listening(owner.serve) as port:
+        first = Scripted(lambda words: sane(words) if words[0] != b"HELLO" else b"-MOVED 1 :%d\r\n" % port)
+        async with listening(first.serve) as first_port:
+            settings = ClientSettings(first_backoff_s=0.01, max_backoff_s=0.02)
+            client = RedisClient(f"redis+cluster://127.0.0.1:{first_port}", settings)
+            async with running(client):
+                await until(lambda: client.up)
+                with pytest.raises(RedisDownError, match="slot moved"):
+                    await call(client, "HELLO")
+                await until(lambda: client.up)
+                assert await call(client, "HELLO") == b"HELLO"
+                assert owner.num_connections == 1
+
+
 async def test_number_of_waiting_commands_is_limited() -> None:
     """A stopped Redis does not fill our memory."""
     client = RedisClient("redis://h:1", ClientSettings(max_pending=3))
