@@ -178,7 +178,7 @@ class RedisClient:
                 reply = await connection.read_response(disable_decoding=True, timeout=math.inf)
             except ResponseError as error:
                 if self._endpoint.is_cluster and isinstance(error, MovedError):
-                    host = error.host or connection.host  # type: ignore[attr-defined]  # empty: the same host
+                    host = error.host or getattr(connection, "host", "")  # empty: the same host
                     self._endpoint.redirect(host, error.port)
                     raise RedisDownError(f"slot moved to {error.host}:{error.port}") from None
                 if isinstance(error, ReadOnlyError):
