@@ -240,7 +240,7 @@ def test_a_new_day_begins_with_its_whole_budget() -> None:
 
 
 def test_a_start_after_midnight_adds_nothing_to_a_count() -> None:
-    """What a gateway gave at its end stays with the others, though the new day has no record of it."""
+    """The others keep the part of a gateway that ended, though the new day has no record of it."""
     fleet = Fleet({"k": entry(max_streams=40)}, num_gateways=2, min_gateways=2)
     for day in range(2, 5):
         fleet.stop(next(iter(fleet.gateways)))
