@@ -178,7 +178,8 @@ class RedisClient:
                 reply = await connection.read_response(disable_decoding=True, timeout=math.inf)
             except ResponseError as error:
                 if self._endpoint.is_cluster and isinstance(error, MovedError):
-                    self._endpoint.redirect(error.host, error.port)
+                    host = error.host or getattr(connection, "host", "")  # empty: the same host
+                    self._endpoint.redirect(host, error.port)
                     raise RedisDownError(f"slot moved to {error.host}:{error.port}") from None
                 if isinstance(error, ReadOnlyError):
                     raise RedisDownError("connected to a read-only replica") from None
@@ -209,7 +210,7 @@ class RedisClient:
                 raise RedisDownError(f"no reply for {stall_s} s")
             if ping is not None and ping[1].done():
                 (answer,) = ping[1].result()
-                if answer != ping[0] and not isinstance(answer, NoPermissionError):
+                if answer != ping[0] and not _refuses_any(answer):
                     raise RedisProtocolError(f"a reply to another command: {brief(answer)}")
                 ping = None
                 self._in_step = True  # the proof: a proxy accepts connections without a server
@@ -233,6 +234,12 @@ class RedisClient:
         if not self._reported_down and reason != "closed":
             logger.warning("no Redis at %s: %s", self.label, reason)
             self._reported_down = True
+
+
+def _refuses_any(reply: Reply) -> bool:
+    """Return whether Redis refuses a PING: by an ACL, while it cannot save (MISCONF), or during a script (BUSY)."""
+    is_error = isinstance(reply, ResponseError)
+    return is_error and (isinstance(reply, NoPermissionError) or str(reply).startswith(("MISCONF ", "BUSY ")))
 
 
 def pack(commands: Iterable[Sequence[Argument]]) -> bytes:

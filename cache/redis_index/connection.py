@@ -167,7 +167,7 @@ class Endpoint:
         self._nodes = [_host_and_port(host, _DEFAULT_PORTS[kind]) for host in hosts.split(",") if host]
         if not self._nodes:
             raise ValueError(f"Redis URL {self.label!r} names no host")
-        single = f"{scheme}://{credentials}{at}{self._nodes[0][0]}"
+        single = f"{scheme}://{credentials}{at}localhost"  # which `open` replaces
         query = dict(parse_qsl(parts.query))
         if kind == "sentinel":
             self._service = unquote(parts.path.strip("/"))

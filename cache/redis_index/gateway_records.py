@@ -15,8 +15,8 @@ from cache.redis_index.connection import ClientSettings
 from cache.redis_index.schema import ReplyError, decode_hash
 
 MAX_REPLY_BYTES: Final = 2 << 20  # bounds what foreign fields of the hash cost a gateway
-MAX_LATE: Final = 20
-"""Late replies in a row after which the key counts as spoiled."""
+MAX_LATE: Final = 100
+"""Late replies in a row after which the key counts as spoiled: some 6 s, which no stall of Redis lasts."""
 _MAC_BYTES: Final = 16  # no forger guesses 128 bits
 _KEPT_S: Final = 2 * 86_400  # the day of a record, and one more for clocks that differ
 

@@ -89,6 +89,10 @@ class GatewayRecord(Struct, frozen=True, array_like=True):
     """The number of the last gift of each gateway."""
     allotments: dict[str, AllotmentUse]
 
+    def owned(self, allotment: Allotment) -> float:
+        use = self.allotments.get(allotment.name)
+        return self.share * allotment.limit if use is None else use.owned
+
     def left(self, allotment: Allotment) -> float:
         """Return what the gateway has left of a limit."""
         use = self.allotments.get(allotment.name)
@@ -319,20 +323,22 @@ class FleetLimits:
         if self.has_begun:
             return
         now_s, wall_s, self.has_begun = self.clock(), self._wall(), True
-        records = [peer.record for peer in self._peers.values() if peer.record.share and not peer.may_hold(now_s)]
-        held = [record for record in records if record.place == self._place]
+        peers = [peer for peer in self._peers.values() if peer.record.share]
+        held = [peer.record for peer in peers if peer.record.place == self._place and not peer.may_hold(now_s)]
         last = max(held, key=lambda record: record.wall_s, default=None)
-        has_room = sum([peer.record.share for peer in self._fresh()]) + self.share < 1.001
-        has_part = has_room and not self._is_beyond
-        for name, allotment in self.allotments.items():
+        has_part = not self._is_beyond and sum([peer.record.share for peer in self._fresh()]) + self.share < 1.001
+        others = {peer.record.place: peer.record for peer in sorted(peers, key=lambda peer: peer.record.wall_s)}
+        num_new = max(1, self._num_gateways - sum([place < self._num_gateways for place in others]))
+        for allotment in self.allotments.values():
             left = allotment.limit / self._num_gateways if has_part else 0.0
+            if has_part and last is None and not allotment.is_rate:  # a holder of yesterday may have given its part
+                owned = sum([record.owned(allotment) for record in others.values()])
+                left = max(0.0, min(left, (allotment.limit - owned) / num_new))
             if last is not None:
-                part = last.share * allotment.limit
-                left = last.allotments[name].owned if name in last.allotments else part
+                part, left = last.share * allotment.limit, last.owned(allotment)
                 if allotment.is_rate:  # what was left at a kill is unknown; beyond N, others refilled this part too
                     refill_s = wall_s - last.wall_s - GIFT_S if last.share * self._num_gateways > 0.999 else 0.0
-                    left = left if last.is_last else min(left, 0.0)
-                    left = min(part, left + max(0.0, refill_s) * part / MINUTE_S)
+                    left = min(part, (left if last.is_last else min(left, 0.0)) + max(0.0, refill_s) * part / MINUTE_S)
             allotment.own(now_s, left if has_part or not allotment.is_rate else min(left, 0.0))
 
     def _settle(self, peer: _Peer) -> None:

@@ -32,7 +32,6 @@ _LIMITS: Final = {
     "streams": ("max_streams", "have {} requests open at a time"),
     "day": ("tokens_per_day", "use {} tokens a day (UTC)"),
 }
-
 LABEL: Final = re.compile("[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}")
 """The names of tenants and keys."""
 _Label = Annotated[str, Meta(pattern=f"^{LABEL.pattern}$")]
@@ -90,8 +89,8 @@ class KeyUsage:
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
         least = _ALMOST_ONE if self.num_open else -math.inf  # each gateway admits at least one
-        self._check("streams", least, 1.0)
-        self._check("day", _ALMOST_ONE, _DAY_S - time.time() % _DAY_S)
+        self._check("streams", least)
+        self._check("day", _ALMOST_ONE)
         self.take("requests", 1)
         self._open(1)
 
@@ -103,12 +102,12 @@ class KeyUsage:
         if (allotment := self._allotments.get("streams")) is not None:
             allotment.open = self.num_open
 
-    def _check(self, kind: str, least: float, wait_s: float) -> None:
+    def _check(self, kind: str, least: float) -> None:
         """Raise OverloadedError if less than `least` is left of a count."""
         if (allotment := self._allotments.get(kind)) is not None:
             allotment.demand.add(1.0, self._fleet.clock())
             if allotment.left(self._fleet.clock()) < least:
-                self._refuse(kind, allotment, wait_s)
+                self._refuse(kind, allotment, 1.0 if kind == "streams" else _DAY_S - time.time() % _DAY_S)
 
     def _refuse(self, kind: str, allotment: Allotment, wait_s: float) -> NoReturn:
         if self._fleet.elsewhere(allotment) > 0.0:  # other gateways have some left, and will give it
@@ -119,6 +118,8 @@ class KeyUsage:
     def take(self, kind: str, amount: int) -> None:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
         allotment = self._allotments.get(kind)
+        if kind == "tokens":
+            self._check("day", _ALMOST_ONE)  # again: others that were admitted before may have used it up
         if allotment is not None and (wait_s := allotment.take(self._fleet.clock(), amount)):
             self._refuse(kind, allotment, wait_s)
         if kind == "tokens":

@@ -12,6 +12,7 @@ from redis.asyncio.connection import Connection
 
 from cache.redis_index.client import RedisClient, RedisDownError, diagnose
 from cache.redis_index.connection import MAX_REPLY_BYTES, ClientSettings
+from cache.redis_index.gateway_records import GatewayRecords
 from tests.redis_server import until
 from tests.running import listening, running
 from tests.waiting import HANG_S
@@ -169,6 +170,58 @@ async def test_silent_server_is_dropped(caplog: pytest.LogCaptureFixture) -> Non
         await until(lambda: scripted.num_connections > 1)
         gc.collect()
         assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.parametrize("refusal", [b"MISCONF Redis cannot save.", b"BUSY Redis is busy running a script."])
+async def test_a_refused_ping_keeps_the_connection(refusal: bytes) -> None:
+    """A Redis with a full disk refuses PING, but answers all that only reads."""
+    num_pings = []
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] != b"PING":
+            return sane(words)
+        num_pings.append(words)
+        return b"-" + refusal + b"\r\n"
+
+    async with connected(answer, stall_s=0.04) as (scripted, client, garbage):
+        await until(lambda: len(num_pings) > 3)
+        assert await call(client, "HELLO") == b"HELLO"
+        assert (scripted.num_connections, garbage) == (1, [])
+
+
+async def test_a_moved_slot_without_a_host_is_at_the_same_host() -> None:
+    owner = Scripted(sane)
+    async with listening(owner.serve) as port:
+        first = Scripted(lambda words: sane(words) if words[0] != b"HELLO" else b"-MOVED 1 :%d\r\n" % port)
+        async with listening(first.serve) as first_port:
+            settings = ClientSettings(first_backoff_s=0.01, max_backoff_s=0.02)
+            client = RedisClient(f"redis+cluster://127.0.0.1:{first_port}", settings)
+            async with running(client):
+                await until(lambda: client.up)
+                with pytest.raises(RedisDownError, match="slot moved"):
+                    await call(client, "HELLO")
+                await until(lambda: client.up)
+                assert await call(client, "HELLO") == b"HELLO"
+                assert owner.num_connections == 1
+
+
+async def test_a_stall_of_redis_deletes_no_records_of_gateways() -> None:
+    """They have what ended gateways left of the day's budgets."""
+    asked = []
+
+    def answer(words: list[bytes]) -> bytes:
+        asked.append(words[0])
+        return sane(words) if words[0] == b"PING" else b""
+
+    async with listening(Scripted(answer).serve) as port:
+        records = GatewayRecords(f"redis://127.0.0.1:{port}", "p", b"", ClientSettings(stall_s=HANG_S))
+        async with running(records):
+            await until(lambda: b"PING" in asked)
+            for _ in range(30):  # with 65 ms each: as long as a connection may be silent
+                with suppress(RedisDownError):
+                    await records.exchange("g", "1", b"", 0.001)
+            await until(lambda: asked.count(b"HGETALL") + asked.count(b"DEL") == 30)
+    assert b"DEL" not in asked
 
 
 async def test_number_of_waiting_commands_is_limited() -> None:

@@ -267,6 +267,12 @@ def test_an_unusable_url_is_refused(url: str) -> None:
         RedisIndex(url)
 
 
+@pytest.mark.parametrize("url", ["redis+sentinel://[::1]:1/name", "redis+cluster://[fd00::1]:1,[fd00::2]"])
+def test_a_url_may_name_hosts_by_their_ipv6_addresses(url: str) -> None:
+    (health,) = RedisIndex(url).health()
+    assert health.redis == url
+
+
 @pytest.mark.parametrize(
     "url", ["redis://user:s3cret@h:1/0", "redis://h:1?password=s3cret", "redis+cluster://:s3cret@h:1,h:2"]
 )

@@ -317,6 +317,18 @@ def test_refused_request_does_not_count_as_open() -> None:
             usage.admit()
 
 
+def test_prompts_admitted_together_do_not_overspend_the_day() -> None:
+    """They are admitted before their bodies come, when all of the budget is left."""
+    usage = KeyUsage()
+    usage.apply(KeyEntry(digest="sha256:" + "0" * 64, tenant="t", tokens_per_day=1000))
+    for _ in range(3):
+        usage.admit()
+    usage.take("tokens", 900)
+    usage.take("tokens", 900)  # a last one may overdraw
+    with pytest.raises(OverloadedError, match="a day"):
+        usage.take("tokens", 900)
+
+
 def test_a_reloaded_limit_keeps_what_was_used(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(entry("k", extra="tokens_per_minute = 600"))

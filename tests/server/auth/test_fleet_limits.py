@@ -239,6 +239,20 @@ def test_a_new_day_begins_with_its_whole_budget() -> None:
             assert sum(owned) == pytest.approx(limit), (seed, allotment)
 
 
+def test_a_start_after_midnight_adds_nothing_to_a_count() -> None:
+    """The others keep the part of a gateway that ended, though the new day has no record of it."""
+    fleet = Fleet({"k": entry(max_streams=40)}, num_gateways=2, min_gateways=2)
+    for day in range(2, 5):
+        fleet.stop(next(iter(fleet.gateways)))
+        fleet.settle()
+        fleet.day, fleet.records = str(day), {}
+        fleet.settle()
+        fleet.start(f"h{day}")
+        fleet.settle()
+        owned = [limits.allotments["k/streams"].owned(fleet.now_s) for limits, _ in fleet.gateways.values()]
+        assert sum(owned) == pytest.approx(40), day
+
+
 def under_way(fleet: Fleet, allotment: str) -> bool:
     """Return whether a part of a limit is given, and not known to be taken."""
     gifts = [gift for name in fleet.gateways for gift in fleet.records[name].gifts.values()]
