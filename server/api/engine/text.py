@@ -86,6 +86,7 @@ _NOT_SENT: Final = {
     "ec_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "previous_response_id": "needs answers that are kept: send the whole conversation as `input`",
     "background": "needs answers that are kept: leave it out",
+    "output_format": "is not read by the model's engine: use output_config.format",
 }
 """Why some fields are not sent on; all others of `SENT_FIELDS` are not known to be safe."""
 _STATEFUL: Final = (
@@ -331,7 +332,7 @@ def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collectio
     """Raises InvalidRequestError for fields that are not sent on to engines, unless they are empty or ignored."""
     for name, value in fields.items():
         is_known = _is_sent(path, name) or (name in IGNORED and name not in _NOT_SENT)
-        if not is_known and bytes(value) not in _EMPTY:
+        if not (is_known or bytes(value) in _EMPTY or (name in ("n", "best_of") and bytes(value) == b"1")):
             raise _not_sent("", name)
     with suppress(msgspec.ValidationError):  # the engine refuses another type in its own words
         for name in _fields_of(fields.get("vllm_xargs", Raw(b"{}"))):
