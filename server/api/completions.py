@@ -60,6 +60,7 @@ async def prepare_completion(
     """Tokenise every prompt and apply its limits. Raises ApiError."""
     prompts = batch_of(request.prompt, "prompt")
     num_sampled = max(request.best_of or 1, request.num_choices)
+    prompt_logprobs = (request.prompt_logprobs, request.logprobs if request.echo else None)
     constraint = await answer_grammar(request.response_format, request.structured_outputs)
     sampling = await params.sampling_params(
         request,
@@ -67,7 +68,7 @@ async def prepare_completion(
         max_tokens=request.token_limit,
         num_choices=request.num_choices,
         logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
+        prompt_logprobs=max((num for num in prompt_logprobs if num is not None), default=None),
         grammar=constraint.grammar,
     )
     _check_batch(sampling, len(prompts), num_sampled)
@@ -163,8 +164,6 @@ class CompletionFormatter(ChunkFormatter):
                     logprobs=self._logprobs(response, prompt, choice.entries, echo=bool(self._echoes)),
                     finish_reason=choice.finish_reason,
                 )
-                if self._token_ids and not self.shows_output:
-                    fields["token_ids"] = []
                 self._add_prompt(fields, generation)
                 yield fields
                 num_shown += 1
@@ -216,9 +215,11 @@ class CompletionFormatter(ChunkFormatter):
     ) -> Iterator[tuple[int, TokenLogprobs | None, int]]:
         """Yield each token's id, log probabilities (None for a prompt's first token) and offset in the text."""
         if echo:
-            offset, decoder = 0, getincrementaldecoder("utf-8")("ignore")  # a character may take several tokens
-            for token_id, logprobs in zip(generation.spec.prompt_ids, generation.prompt_logprobs, strict=False):
-                yield token_id, logprobs, offset
+            ids, decoder = generation.spec.prompt_ids, getincrementaldecoder("utf-8")("ignore")
+            head = b"".join([self._token_bytes[id_] for id_ in ids[:8]]).decode(errors="ignore")  # a BOS, or a space
+            offset = -next((n for n in range(len(head)) if self._echoes[prompt].startswith(head[n:])), 0)
+            for token_id, logprobs in zip(ids, generation.prompt_logprobs, strict=False):
+                yield token_id, logprobs, max(0, offset)
                 offset += len(decoder.decode(self._token_bytes[token_id]))
         if self.shows_output:
             shift = len(self._echoes[prompt]) if self._echoes else 0
