@@ -374,10 +374,10 @@ def _spec(call: EngineCall, asked: _EngineBody, identity: Identity, rendered: Re
     shows_usage = options is not None and bool(options.include_usage)
     is_stateful = any(bytes(asked.fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
     id_ = response_id(_PREFIXES[call.path])
-    head = {"id": _raw(id_), "model": _raw(asked.name)}
+    head = {"id": Raw(encode_json(id_)), "model": Raw(encode_json(asked.name))}
     text_request = EngineTextRequest(
         call=call,
-        head=head if rendered is None else head | {"created": _raw(int(time.time()))},
+        head=head if rendered is None else head | {"created": Raw(encode_json(int(time.time())))},
         shows_usage=shows_usage or rendered is None,
         has_usage=num_choices == 1 or shows_usage,
         shows_ids=bool(known.return_token_ids) or bytes(asked.fields.get("echo", b"null")) == b"true",
@@ -396,10 +396,6 @@ def _spec(call: EngineCall, asked: _EngineBody, identity: Identity, rendered: Re
         text_request=text_request,
         media=media,
     )
-
-
-def _raw(value: object) -> Raw:
-    return Raw(encode_json(value))
 
 
 class EngineFormatter(ResponseFormatter):
