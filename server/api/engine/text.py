@@ -63,7 +63,7 @@ from server.schema.fields import RequestFields, StreamOptions
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
-from worker.common.capabilities import IMAGES
+from worker.common.capabilities import IMAGES, needs_of
 from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -265,8 +265,8 @@ class EngineTexts:
         return rendered
 
     def _able(self, model: ServedModel, path: str, has_images: bool = False) -> list[Candidate]:
-        """Return the workers whose engine has the route."""
-        return _able(self._fleet.candidates(model.name, None, model.fingerprint), path, has_images)
+        """Return the workers whose engine has the route and the model's adapter."""
+        return _able(self._fleet.candidates(model.name, None, model.fingerprint), model, path, has_images)
 
     async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool = False) -> Rendered:
         """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError.
@@ -288,14 +288,14 @@ class EngineTexts:
             if not self._models.is_served(model):
                 raise RevisionGoneError
             silent = self._fleet.silent(model.name, model.fingerprint)
-            num_waits += not (_able(silent, call.path, has_images) or self._models.is_learning(model.name))
+            num_waits += not (_able(silent, model, call.path, has_images) or self._models.is_learning(model.name))
             await asyncio.sleep(PAUSE_S)
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
 
 
-def _able(candidates: Sequence[Candidate], path: str, has_images: bool = False) -> list[Candidate]:
-    """Return the workers whose engine has the route."""
-    needs = {path, IMAGES} if has_images else {path}
+def _able(candidates: Sequence[Candidate], model: ServedModel, path: str, has_images: bool) -> list[Candidate]:
+    """Return the workers whose engine has the route and the model's adapter."""
+    needs = needs_of(EngineCall(path, b""), None, [IMAGES] * has_images, model.adapter)
     return [each for each in candidates if needs.issubset(each.member.capabilities)]
 
 
