@@ -217,9 +217,11 @@ class CompletionFormatter(ChunkFormatter):
     ) -> Iterator[tuple[int, TokenLogprobs | None, int]]:
         """Yield each token's id, log probabilities (None for a prompt's first token) and offset in the text."""
         if echo:
-            offset, decoder = 0, getincrementaldecoder("utf-8")("ignore")  # a character may take several tokens
-            for token_id, logprobs in zip(generation.spec.prompt_ids, generation.prompt_logprobs, strict=False):
-                yield token_id, logprobs, offset
+            ids, decoder = generation.spec.prompt_ids, getincrementaldecoder("utf-8")("ignore")
+            head = b"".join([self._token_bytes[id_] for id_ in ids[:8]]).decode(errors="ignore")  # a BOS, or a space
+            offset = -next((n for n in range(len(head)) if self._echoes[prompt].startswith(head[n:])), 0)
+            for token_id, logprobs in zip(ids, generation.prompt_logprobs, strict=False):
+                yield token_id, logprobs, max(0, offset)
                 offset += len(decoder.decode(self._token_bytes[token_id]))
         shift = len(self._echoes[prompt]) if self._echoes else 0
         for entry in entries:

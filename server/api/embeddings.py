@@ -61,28 +61,23 @@ class EmbeddingEndpoint(GenerateEndpoint):
             spec = new_spec(response_id("embd-"), model, identity, request, "input")
             shared = replace(spec, embed=Embed(request.dimensions))
             specs = await batch_specs(shared, inputs, partial(_input_ids, model))
-        ignored = ", ".join(request.ignored_hints)
-        return PreparedRequest(specs, EmbeddingFormatter(request), stream=False, ignored=ignored)
+        return PreparedRequest(specs, EmbeddingFormatter(request), False, ", ".join(request.ignored_hints))
 
 
 async def _input_ids(model: ServedModel, item: Prompt) -> Sequence[int]:
     """Return a text's ids with the tokens that the tokenizer puts around it, or the client's ids as they are."""
     max_tokens = model.max_model_len
-    if isinstance(item, str):
-        try:
+    try:
+        if isinstance(item, str):
             item = model.tokenizer.with_special_tokens(await model.tokenizer.encode(item, limit=max_tokens))
-        except TooManyTokensError as error:
-            raise _too_long(model, error.at_least, "at least ") from None
-    else:
-        in_vocabulary(item, model.bundle.vocab_size, "input")
-    if len(item) > max_tokens:
-        raise _too_long(model, len(item))
+        else:
+            in_vocabulary(item, model.bundle.vocab_size, "input")
+        if len(item) > max_tokens:
+            raise TooManyTokensError(len(item))
+    except TooManyTokensError as error:
+        message = f"a text of the input resulted in at least {error.at_least} tokens: send it in parts"
+        raise ContextLengthError(message, max_tokens, num_tokens=error.at_least, param="input") from None
     return item
-
-
-def _too_long(model: ServedModel, num_tokens: int, bound: str = "") -> ContextLengthError:
-    message = f"a text of the input resulted in {bound}{num_tokens} tokens: send it in parts"
-    return ContextLengthError(message, model.max_model_len, num_tokens=num_tokens, param="input")
 
 
 class EmbeddingFormatter(ResponseFormatter):

@@ -124,7 +124,7 @@ class ChunkFormatter(ResponseFormatter):
         if choice.stop_reason is not None:
             item["stop_reason"] = choice.stop_reason
         if self._token_ids:
-            item["token_ids"] = choice.token_ids
+            item["token_ids"] = choice.token_ids if self.shows_output else []
         return item
 
     def _add_prompt(self, fields: dict[str, Any], generation: Generation) -> None:

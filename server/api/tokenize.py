@@ -61,8 +61,7 @@ class TokenizeApi:
             body = await http_request.body()
             if not request.model:
                 body = encode_json({**_FIELDS.decode(body), "model": model.name})
-            chat = await CHAT.read(body, TextLimit)
-            intent = chat.intent()
+            intent = (await CHAT.read(body, TextLimit)).intent()
             ignored = self._ignored_tools.take(intent)
             rendered = await render_chat(intent.conversation, model)
             ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)

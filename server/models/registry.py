@@ -148,9 +148,9 @@ class Models:
         return any(model.facts.engine_paths for model in self._by_name.values())
 
     def names(self, identity: Identity | None = None) -> list[tuple[str, ServedModel]]:
-        """Return every name that a request may use, aliases last; with an identity, those that its key may use."""
+        """Return every name that a request may use, once; with an identity, those that its key may use."""
         named = self._named_by_engines | self._adapters | self._by_name
-        both = [*named.items(), *((alias, named[own]) for alias, own in self._aliases.items() if own in named)]
+        both = [*(named | {alias: named[own] for alias, own in self._aliases.items() if own in named}).items()]
         if identity is None:
             return both
         return [(name, model) for name, model in both if identity.may_use(name, model.adapter or model.name)]

@@ -13,7 +13,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tests.server.conftest import ANSWER
+from tests.server.conftest import ANSWER, bundle_of
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import check_chat, check_completion, events
@@ -234,6 +234,27 @@ async def test_offsets_of_characters_of_several_tokens(worker: ScriptedWorker) -
     assert num_prompt_tokens > 4
     assert logprobs.text_offset[num_prompt_tokens - 1 :][:2] == [3, 4]
     assert logprobs.text_offset == sorted(logprobs.text_offset)
+
+
+async def test_offsets_with_a_bos_are_those_of_the_text(raw_tokenizer: Tokenizer) -> None:
+    worker = ScriptedWorker(bundle_of(raw_tokenizer, add_bos=True))
+    async with gateway(worker) as target, client(target) as sdk:
+        answer = await sdk.completions.create(model="tiny", prompt="seats are", echo=True, max_tokens=0, logprobs=1)
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.text_offset is not None
+    tokens = [*zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)]
+    assert tokens[0][1] == 0
+    assert [choice.text[start:].startswith(token) for token, start in tokens[1:]] == [True] * (len(tokens) - 1)
+
+
+async def test_an_echo_has_as_many_prompt_logprobs_as_asked(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        for logprobs, asked, most in ((1, 3, 3), (3, 1, 3), (None, 2, 2), (0, None, 0)):
+            body = {"model": "tiny", "prompt": "a b", "echo": True, "logprobs": logprobs, "prompt_logprobs": asked}
+            assert (await post(target.url, body, "/v1/completions"))[0] == 200
+            assert worker.received[-1].sampling.prompt_logprobs == most
 
 
 async def test_stop_strings_in_stream_and_unstreamed(worker: ScriptedWorker) -> None:

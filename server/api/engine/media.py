@@ -30,6 +30,8 @@ _IMAGE_TYPES: Final[Mapping[str, frozenset[str | None]]] = {
     MESSAGES_PATH: frozenset({"image"}),
 }
 """Types of parts that are images, by the route."""
+_SCORED: Final = ("query", "queries", "documents", "items", "data_1", "data_2", "text_1", "text_2")
+"""Fields of scores and ranks that may hold parts."""
 _IMAGE_KEYS: Final = frozenset({"image", "image_url", "input_image"})
 _MEDIA_TYPE: Final = re.compile(r"[\w.+/-]{1,80}", re.ASCII)
 _PROCESSING: Final = ("mm_processor_kwargs", "media_io_kwargs")
@@ -72,7 +74,7 @@ def read_media(fields: Mapping[str, Raw], path: str, rules: ImageRules | None, s
     Raises InvalidRequestError for a medium that is not served, in the prompt or as the answer.
     """
     reader, found = _Reader(path, rules, salt), {}
-    for name in ("messages", "input", "system"):
+    for name in _SCORED if path in ("/score", "/rerank") else ("messages", "input", "system"):
         if name in fields and (value := (yield from reader.value(fields[name], name))) is not None:
             found[name] = value
     for name in ("prompt_embeds", "audio"):

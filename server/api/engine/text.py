@@ -63,7 +63,7 @@ from server.schema.fields import RequestFields, StreamOptions
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
-from worker.common.capabilities import IMAGES
+from worker.common.capabilities import IMAGES, needs_of
 from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ _NOT_SENT: Final = {
     "ec_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "previous_response_id": "needs answers that are kept: send the whole conversation as `input`",
     "background": "needs answers that are kept: leave it out",
+    "output_format": "is not read by the model's engine: use output_config.format",
 }
 """Why some fields are not sent on; all others of `SENT_FIELDS` are not known to be safe."""
 _STATEFUL: Final = (
@@ -264,8 +265,8 @@ class EngineTexts:
         return rendered
 
     def _able(self, model: ServedModel, path: str, has_images: bool = False) -> list[Candidate]:
-        """Return the workers whose engine has the route."""
-        return _able(self._fleet.candidates(model.name, None, model.fingerprint), path, has_images)
+        """Return the workers whose engine has the route and the model's adapter."""
+        return _able(self._fleet.candidates(model.name, None, model.fingerprint), model, path, has_images)
 
     async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool = False) -> Rendered:
         """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError.
@@ -287,14 +288,14 @@ class EngineTexts:
             if not self._models.is_served(model):
                 raise RevisionGoneError
             silent = self._fleet.silent(model.name, model.fingerprint)
-            num_waits += not (_able(silent, call.path, has_images) or self._models.is_learning(model.name))
+            num_waits += not (_able(silent, model, call.path, has_images) or self._models.is_learning(model.name))
             await asyncio.sleep(PAUSE_S)
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
 
 
-def _able(candidates: Sequence[Candidate], path: str, has_images: bool = False) -> list[Candidate]:
-    """Return the workers whose engine has the route."""
-    needs = {path, IMAGES} if has_images else {path}
+def _able(candidates: Sequence[Candidate], model: ServedModel, path: str, has_images: bool) -> list[Candidate]:
+    """Return the workers whose engine has the route and the model's adapter."""
+    needs = needs_of(EngineCall(path, b""), None, [IMAGES] * has_images, model.adapter)
     return [each for each in candidates if needs.issubset(each.member.capabilities)]
 
 
@@ -331,7 +332,7 @@ def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collectio
     """Raises InvalidRequestError for fields that are not sent on to engines, unless they are empty or ignored."""
     for name, value in fields.items():
         is_known = _is_sent(path, name) or (name in IGNORED and name not in _NOT_SENT)
-        if not is_known and bytes(value) not in _EMPTY:
+        if not (is_known or bytes(value) in _EMPTY or (name in ("n", "best_of") and bytes(value) == b"1")):
             raise _not_sent("", name)
     with suppress(msgspec.ValidationError):  # the engine refuses another type in its own words
         for name in _fields_of(fields.get("vllm_xargs", Raw(b"{}"))):
@@ -373,10 +374,10 @@ def _spec(call: EngineCall, asked: _EngineBody, identity: Identity, rendered: Re
     shows_usage = options is not None and bool(options.include_usage)
     is_stateful = any(bytes(asked.fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
     id_ = response_id(_PREFIXES[call.path])
-    head = {"id": _raw(id_), "model": _raw(asked.name)}
+    head = {"id": Raw(encode_json(id_)), "model": Raw(encode_json(asked.name))}
     text_request = EngineTextRequest(
         call=call,
-        head=head if rendered is None else head | {"created": _raw(int(time.time()))},
+        head=head if rendered is None else head | {"created": Raw(encode_json(int(time.time())))},
         shows_usage=shows_usage or rendered is None,
         has_usage=num_choices == 1 or shows_usage,
         shows_ids=bool(known.return_token_ids) or bytes(asked.fields.get("echo", b"null")) == b"true",
@@ -395,10 +396,6 @@ def _spec(call: EngineCall, asked: _EngineBody, identity: Identity, rendered: Re
         text_request=text_request,
         media=media,
     )
-
-
-def _raw(value: object) -> Raw:
-    return Raw(encode_json(value))
 
 
 class EngineFormatter(ResponseFormatter):

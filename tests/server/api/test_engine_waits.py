@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from server.api.engine import text as engine_text
-from tests.server.api.engine_worker import WORDS, EngineWorker, engine_gateway, text_of
+from tests.server.api.engine_worker import APIS, WORDS, EngineWorker, engine_gateway, text_of
 from tests.server.gateway_app import RunningGateway
 from tests.server.scripted_worker import Refuse, script_of
 from tests.server.sse_grammar import events
 from tests.server.test_app import chat, post, post_once
 from tests.waiting import until
+from worker.common.capabilities import adapter_names
 from worker.wire import (
     Failed,
 )
@@ -27,6 +28,15 @@ async def test_a_lost_worker_renders_nothing(engines: list[EngineWorker]) -> Non
     async with engine_gateway(*engines) as target:
         answers = [await post(target.url, chat()) for _ in range(4)]
     assert {status for status, _, _ in answers} == {200}
+
+
+async def test_an_engine_without_the_adapter_renders_nothing(engines: list[EngineWorker]) -> None:
+    engines[1].apis = (*APIS, *adapter_names(["pirate"]))
+    async with engine_gateway(*engines) as target:
+        await until(lambda: "pirate" in dict(target.models.names()))
+        answers = [await post(target.url, chat() | {"model": "pirate"}) for _ in range(8)]
+    assert {status for status, _, _ in answers} == {200}
+    assert (engines[0].rendered, len(engines[1].rendered)) == ([], 8)
 
 
 @asynccontextmanager

@@ -119,6 +119,28 @@ async def test_refusals(engines: list[PoolingWorker]) -> None:
             assert (found, words in answer["error"]["message"]) == (status, True), answer
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "param"),
+    [
+        ("/rerank", "query", "query.content[0]"),
+        ("/v2/rerank", "documents", "documents[1].content[0]"),
+        ("/score", "text_2", "text_2[1].content[0]"),
+        ("/score", "data_1", "data_1.content[0]"),
+        ("/score", "items", "items[1].content[0]"),
+    ],
+)
+async def test_no_engine_fetches_images_to_rank(
+    engines: list[PoolingWorker], path: str, field: str, param: str
+) -> None:
+    """An engine would fetch them from any host."""
+    part = {"type": "image_url", "image_url": {"url": "http://10.0.0.1/admin"}}
+    value: Any = {"content": [part]}
+    value = ["a", value] if "[1]" in param else value
+    async with pooling_gateway(engines[0]) as target:
+        status, answer = await ask(target, path, {"model": "tiny", "query": "a", "documents": ["b"], field: value})
+    assert (status, answer["error"]["param"], engines[0].asked) == (400, param, [])
+
+
 async def test_models_of_other_workers_have_no_such_route(bundle: TokenizerBundle) -> None:
     async with gateway(ScriptedWorker(bundle, "w0")) as target:
         status, answer = await ask(target, "/rerank", BODY)

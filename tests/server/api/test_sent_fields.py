@@ -15,6 +15,7 @@ from msgspec import Raw, ValidationError
 from server.api.engine.text import _check, _is_sent, _known_of
 from server.errors import InvalidRequestError
 from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
+from server.schema.fields import RequestFields
 from tests.server.api.engine_worker import EngineWorker, engine_gateway
 from tests.server.test_app import chat, post
 
@@ -23,8 +24,17 @@ PATHS: Final = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/responses": "responses",
+    "/v1/messages": "messages",
     "/v1/embeddings": "embeddings",
+    "/rerank": "rerank",
+    "/score": "score",
 }
+CHECKED: Final = {
+    "/v1/chat/completions": {"modalities", "prediction", "verbosity"},
+    "/v1/responses": {"stream_options"},
+    "/v1/messages": {"context_management", "mcp_servers"},
+}
+"""Fields that no engine reads, and that change no answer or are read by the gateway."""
 VLLM_REFUSED: Final = {"kv_transfer_params", "ec_transfer_params", "previous_response_id", "background"}
 SGLANG_REFUSED: Final = {
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_logit_processor", "custom_params"),
@@ -51,6 +61,22 @@ def refused(path: str, body: dict[str, Any]) -> str | None:
 def test_published_fields_of_vllm_are_sent_on(path: str) -> None:
     for name in ENGINES["vllm"][PATHS[path]]:
         assert _is_sent(path, name) != (name in VLLM_REFUSED), name
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_field_is_sent_that_no_engine_reads(path: str) -> None:
+    """An engine ignores such a field, and the client would take it for honoured."""
+    read = {*ENGINES["vllm"][PATHS[path]], *CHECKED.get(path, ()), *RequestFields.__struct_fields__}
+    sglang = ENGINES["sglang"]["chat"] if path == "/v1/chat/completions" else ()
+    assert SENT_FIELDS[path] - read - {*sglang} == set()
+
+
+async def test_servers_of_tools_are_left_out_and_named(engines: list[EngineWorker]) -> None:
+    body = chat(max_tokens=1, best_of=1, mcp_servers=[{"type": "url", "name": "m", "url": "https://m.example"}])
+    async with engine_gateway(engines[0]) as target:
+        status, headers, raw = await post(target.url, body, "/v1/messages")
+        assert (status, headers["x-headstart-ignored"]) == (200, "mcp_servers"), raw
+        assert "mcp_servers" not in engines[0].rendered[-1]
 
 
 def test_published_fields_of_sglang_are_sent_on_with_chats() -> None:
