@@ -253,7 +253,7 @@ async def port(name: str, host: str, number: int, option: str) -> Check:
         return Check(name, "ok", f"{where} is free")
     except OSError as error:
         problem = str(error)
-    num_workers = await _num_workers_of_gateway("127.0.0.1" if host in ("0.0.0.0", "::") else host, number)
+    num_workers = await _num_workers_of_gateway({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), number)
     if num_workers is None:
         return Check(name, "fail", problem, f"`ss -ltnp 'sport = :{number}'` names the program that has this one")
     fix = "start workers on its Redis: `headstart worker --redis URL`; /dashboard of its ops port shows them"
