@@ -50,6 +50,7 @@ export class Conversations {
   }
 
   touch(conversation) {
+    if (!this.all.includes(conversation)) return; // deleted while it was answered
     this.all = [conversation, ...this.all.filter((each) => each !== conversation)];
     this.save();
   }
