@@ -166,7 +166,7 @@ def disks() -> Iterator[Check]:
     """Check the disks of temporary files and of fetched models."""
     models = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))  # a user may have no home
     for name, folder in (("tmp", Path(tempfile.gettempdir())), ("models", models)):
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
         num_bytes = shutil.disk_usage(existing).free
         found = f"{num_bytes / 2**30:,.1f} GiB free in {existing}"
         yield judge(name, found, (num_bytes < MIN_FREE_BYTES, "warn", "free 1 GiB there, or set TMPDIR / HF_HOME"))
