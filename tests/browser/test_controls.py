@@ -92,3 +92,22 @@ def test_a_clock_that_was_set_back_hides_no_other_minute(browser: Any) -> None:
     report = {"now": 6030.0, "columns": columns, "first_token_bounds_s": [], "rows": rows}
     page = Scripted(browser, "dashboard", {"history": {"json": report}}).page
     page.locator("#day-text", has_text="1 request,").wait_for(timeout=5000)
+
+
+def test_a_second_tab_loses_no_chat_of_the_first(browser: Any) -> None:
+    chunks = [{"choices": [{"delta": {"content": "Yes."}}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+    body = "".join(f"data: {text}\n\n" for text in [*map(json.dumps, chunks), "[DONE]"])
+    models = {"json": {"data": [{"id": "tiny"}]}}
+    answers = {"chat/api/v1/models": models, "chat/api/v1/chat/completions": {"body": body}}
+    first = Scripted(browser, "chat", answers).page
+    second = first.context.new_page()
+    second.goto(first.url)
+    for page, text in ((first, "One?"), (second, "Two?"), (first, "Three?")):
+        page.locator("#model option").first.wait_for(state="attached")
+        page.click("#new")
+        page.fill("#prompt", text)
+        page.keyboard.press("Enter")
+        page.locator(".assistant .body", has_text="Yes.").wait_for(timeout=5000)
+        page.locator("#send").wait_for()
+    stored = json.loads(first.evaluate("localStorage.getItem('headstart.conversations')"))
+    assert [each["title"] for each in stored] == ["Three?", "Two?", "One?"]
