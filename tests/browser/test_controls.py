@@ -17,7 +17,7 @@ REFUSAL: Final = {"status": 401, "json": {"error": {"message": "The ops key is n
 
 
 class Scripted:
-    """A page as the ops port serves it, the answers of its API by path, and the keys that were sent there."""
+    """A page as the ops port serves it, the answers of its API by path, and the keys that came."""
 
     def __init__(self, browser: Any, page: str, answers: dict[str, dict[str, Any] | None]) -> None:
         """An answer that is None never comes."""
