@@ -132,14 +132,14 @@ class Worker:
                 url = f"{scheme}://{host}:{port}"
                 if is_loopback(host) and not is_loopback(self._config.host):
                     _say(f"only gateways on this machine can reach {url}: give --advertise-url to be reached by others")
-        except OSError as error:
+            server = uvicorn.Server(self._uvicorn_config(url))
+        except (OSError, ValueError) as error:
             _say(str(error))
             return _REFUSED
         loop = asyncio.get_running_loop()
         self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        server = uvicorn.Server(self._uvicorn_config(url))
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # we drain first
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="http")
         worker_id = self._config.worker_id or f"{socket.gethostname()}-{port}"

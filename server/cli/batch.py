@@ -99,6 +99,7 @@ class AnswerFile:
     def __init__(self, file: BinaryIO, name: str) -> None:
         """Raises ValueError if the file holds other lines than answers, CommandError if another run uses it."""
         self._file = file
+        self._gap = b""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.custom_ids = set(self._read(name))
@@ -116,11 +117,13 @@ class AnswerFile:
                 yield ANSWERED.decode(text).custom_id
             except ValueError as error:
                 raise ValueError(f"{name}, line {number} is no answer of a batch: {error}") from None
+            self._gap = b"" if text.endswith(b"\n") else b"\n"  # after a last line, as an editor left it
             size += len(text)
 
     def append(self, custom_id: str, response: dict[str, Any]) -> None:
         answer = {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
-        self._file.write(msgspec.json.encode(answer) + b"\n")
+        self._file.write(self._gap + msgspec.json.encode(answer) + b"\n")
+        self._gap = b""
         self._file.flush()
 
 

@@ -166,7 +166,7 @@ def disks() -> Iterator[Check]:
     """Check the disks of temporary files and of fetched models."""
     models = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))  # a user may have no home
     for name, folder in (("tmp", Path(tempfile.gettempdir())), ("models", models)):
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
         num_bytes = shutil.disk_usage(existing).free
         found = f"{num_bytes / 2**30:,.1f} GiB free in {existing}"
         yield judge(name, found, (num_bytes < MIN_FREE_BYTES, "warn", "free 1 GiB there, or set TMPDIR / HF_HOME"))
@@ -253,7 +253,7 @@ async def port(name: str, host: str, number: int, option: str) -> Check:
         return Check(name, "ok", f"{where} is free")
     except OSError as error:
         problem = str(error)
-    num_workers = await _num_workers_of_gateway("127.0.0.1" if host in ("0.0.0.0", "::") else host, number)
+    num_workers = await _num_workers_of_gateway({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), number)
     if num_workers is None:
         return Check(name, "fail", problem, f"`ss -ltnp 'sport = :{number}'` names the program that has this one")
     fix = "start workers on its Redis: `headstart worker --redis URL`; /dashboard of its ops port shows them"

@@ -6,13 +6,12 @@ import asyncio
 import re
 import sys
 import time
+from contextlib import suppress
 from typing import Final
 
 _LAYERS: Final = re.compile(r"headstart worker: loading layer (\d+) of (\d+)")
 TICK_S: Final = 1.0  # the shown seconds count up
-MAX_SILENT_S: Final = 8.0
-"""With a tick less than ten seconds, after which a user would ask whether it hangs."""
-
+MAX_SILENT_S: Final = 8.0  # with a tick less than ten seconds, after which a user would ask whether it hangs
 _READY: Final = "headstart worker: ready: "
 
 
@@ -40,7 +39,8 @@ class Screen:
     def say(self, text: str, name: str = "headstart:") -> None:
         """Print a line of the supervisor's own, or of a part."""
         self._printed_s = time.monotonic()
-        print(name, text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk, or a pipe without a reader, costs lines and nothing else
+            print(name, text, file=sys.stderr, flush=True)
 
     def relay(self, name: str, line: str) -> None:
         """Print a line of a part. The progress of layers is summed up over the workers."""

@@ -22,7 +22,7 @@ import shutil
 import signal
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from typing import Any, Final
 from server.cli.child import FIRST_DELAY_S, Child
 from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given
 from server.cli.screen import Screen
+from server.config import parser as gateway_parser
 from worker.common.checks import missing_extra
 from worker.common.command_line import SECRET_VARIABLE, CommandParser, module_command
 from worker.common.private_folder import private_folder
@@ -44,7 +45,7 @@ DRAIN_GRACE_S: Final = 2.0
 POLL_S: Final = 0.1  # a ready part is noticed at once to a reader
 REDIS: Final = "redis"
 MAX_SOCKET_BYTES: Final = 107  # of a path, by Linux
-_ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
+_ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _QUESTION: Final = "What is the capital of France?"
 _EXAMPLES: Final[dict[str, dict[str, Any]]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0},
@@ -138,10 +139,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     args.worker_args = [*extra, *own]
     args.engine_args = [*given(args, "engine"), *others, *extra]
     args.gateway_args = [*args.gateway_args, *given(args, "policy", "tls_cert", "tls_key")]
-    also_ours = ArgumentParser(add_help=False, allow_abbrev=False)
-    also_ours.add_argument("--ops-host", default="127.0.0.1")
-    also_ours.add_argument("--tls-cert")
-    also_ours.parse_known_args(args.gateway_args, args)
+    file = parser().file(argv)
+    gateway = gateway_parser().parse_args([*([] if file is None else ["--config", file]), *args.gateway_args])
+    args.ops_host, args.tls_cert = gateway.ops_host, getattr(gateway, "tls_cert", None)
     return args
 
 
@@ -327,7 +327,8 @@ class Supervisor:
         return {}
 
     def _url(self, host: str, port: int) -> str:
-        return f"{'https' if self._args.tls_cert else 'http'}://{_ANY.get(host, host)}:{port}"
+        host = _ANY.get(host, host)
+        return f"{'https' if self._args.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _announce(self, gateways: Sequence[str]) -> None:
         args, first = self._args, self._said[gateways[0]]

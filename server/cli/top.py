@@ -31,8 +31,7 @@ SILENT_S: Final = 5.0
 MAX_EVENT_BYTES: Final = 8 << 20  # an event lists all workers: aiohttp's 64 KiB are too few for a large fleet
 PLAIN_COLUMNS: Final = 160  # a pipe has no width of its own
 MAX_DECISIONS: Final = 50  # more rows than a screen has
-NUM_FIXED_LINES: Final = 15
-"""Lines other than rows: the head, table headings and blank lines."""
+NUM_FIXED_LINES: Final = 15  # other than rows: the head, table headings and blank lines
 _BAR: Final = 12  # characters
 _STATES: Final = {
     "serving": "green",

@@ -48,7 +48,8 @@ export async function complete(request, key, signal, onText) {
       if (chunk.error) throw new ApiError(chunk.error.message, 0);
       if (chunk.usage) take(facts, chunk.usage);
       const choice = chunk.choices?.[0];
-      const text = (choice?.delta?.reasoning_content ?? "") + (choice?.delta?.content ?? "");
+      const { reasoning_content, reasoning, content } = choice?.delta ?? {};
+      const text = (reasoning_content ?? reasoning ?? "") + (content ?? "");
       if (text) {
         last = performance.now();
         facts.ttftS ??= (last - began) / 1000;

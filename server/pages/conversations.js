@@ -9,6 +9,14 @@ export class Conversations {
     this.all = load();
     this.current = this.all[0] ?? null;
     if (this.current === null) this.create();
+    addEventListener("storage", ({ key }) => key === KEY && this.follow());
+  }
+
+  /** Takes what another tab has saved, and keeps the conversations that only this one has or shows. */
+  follow() {
+    const own = new Map(this.all.filter((each) => each === this.current || !each.messages.length).map((each) => [each.id, each]));
+    const stored = load().map((each) => own.get(each.id) ?? each);
+    this.all = [...[...own.values()].filter((each) => !stored.includes(each)), ...stored];
   }
 
   /** Begins a conversation with the settings of the last one, or reuses an empty one. */
@@ -50,6 +58,7 @@ export class Conversations {
   }
 
   touch(conversation) {
+    if (!this.all.includes(conversation)) return; // deleted while it was answered
     this.all = [conversation, ...this.all.filter((each) => each !== conversation)];
     this.save();
   }

@@ -62,7 +62,7 @@ export class Day {
     const all = empty(names);
     for (const row of rows.map((values) => Object.fromEntries(names.map((name, index) => [name, values[index]])))) {
       const column = COLUMNS - 1 - Math.floor((end - 1 - row.at) / columnS);
-      if (column < 0 || !shows(row.model)) continue;
+      if (!columns[column] || !shows(row.model)) continue; // also where the clock was set back
       add(columns[column], row);
       add(all, row);
     }

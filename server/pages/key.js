@@ -16,6 +16,7 @@ export function askForKey(problem = "") {
   input.value = sessionStorage.getItem(KEY) ?? "";
   byId("key-problem").hidden = !problem;
   setText(byId("key-problem"), problem);
+  dialog.returnValue = "";
   if (!dialog.open) dialog.showModal();
   input.select();
   return new Promise((resolve) => {

@@ -217,11 +217,13 @@ def test_an_unusable_configuration_exits_with_status_two(start, option: list[str
     assert "Traceback" not in stderr
 
 
-def test_an_unreadable_ca_is_named_before_the_model_loads(start) -> None:
-    code, stderr = start("--worker-ca", "/nowhere/ca.crt").end()
+@pytest.mark.parametrize("option", ["--worker-ca", "--cluster-secret-file"])
+def test_an_unreadable_file_is_named_before_the_model_loads(start, option: str) -> None:
+    code, stderr = start(option, "/nowhere/file").end()
     assert code == 2
-    assert "--worker-ca /nowhere/ca.crt" in stderr
+    assert f"{option} /nowhere/file" in stderr
     assert "loading" not in stderr
+    assert "Traceback" not in stderr
 
 
 async def test_a_lost_device_fails_every_stream_and_ends_the_worker(start, model: Path) -> None:

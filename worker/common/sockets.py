@@ -54,7 +54,8 @@ def reachable(host: str) -> str:
     """Return an address of this machine that others can use, also for a socket bound to every address."""
     if host in ("0.0.0.0", "::", ""):
         try:
-            host = socket.gethostbyname(socket.gethostname())
+            family = socket.AF_INET6 if host == "::" else socket.AF_INET
+            host = str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
         except OSError as error:
             raise OSError(f"the name of this machine has no address ({error}): give --advertise-url") from None
     return f"[{host}]" if ":" in host else host
@@ -80,8 +81,7 @@ class HostNames:
 
     def __contains__(self, host: str) -> bool:
         """Return whether the port answers to this Host header, with or without a port."""
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        name = name.lower().rstrip(".")
+        name = (host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0]).lower().rstrip(".")
         if name in self._names:
             return True
         address, bound = _address(name), self._bound

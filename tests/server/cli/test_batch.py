@@ -84,7 +84,8 @@ async def test_a_second_run_answers_only_the_lines_that_are_left(
         before = files.answers.read_bytes()
         kept = b"".join(before.splitlines(keepends=True)[:-2])
         last, later = before[len(kept) :].splitlines(keepends=True)
-        for torn in (b"", last[:5], last[:-1], last + later[:40]):
+        edited = json.dumps(json.loads(last)).encode()  # without a last newline
+        for torn in (b"", last[:5], last[:-1], edited, last + later[:40]):
             files.answers.write_bytes(kept + torn)
             assert await files.run(target.url + "/v1/") == 0, "with or without /v1"
             assert files.read().keys() == answers.keys()

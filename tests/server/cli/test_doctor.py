@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pwd
 import re
 import socket
@@ -89,6 +91,20 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     assert doctor.cache_folder() is None
     assert [check.name for check in doctor.disks()] == ["tmp", "models"]
+
+
+def test_a_folder_that_may_not_be_read_ends_no_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of another user, as HF_HOME may name them."""
+    real = os.stat
+
+    def stat(path: str, **options: object) -> os.stat_result:
+        if str(path) == str(tmp_path / "hub"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr(os, "stat", stat)
+    assert f"free in {tmp_path}" in list(doctor.disks())[1].found
 
 
 async def test_a_url_of_no_redis() -> None:

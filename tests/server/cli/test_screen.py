@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 
 import pytest
 
@@ -42,6 +44,15 @@ async def test_a_start_is_never_silent(capsys: pytest.CaptureFixture[str], monke
     await prints("headstart: waiting until a gateway finds all workers in Redis, ", times=2)
     shown.ready()
     await asyncio.wait_for(running, HANG_S)
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sys.stderr", Full())
+    Screen(1).say("a line")
 
 
 def test_no_start_is_silent_for_ten_seconds() -> None:

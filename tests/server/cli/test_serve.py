@@ -7,7 +7,7 @@ import pytest
 
 from server import config as gateway_config
 from server.cli.common import CommandError
-from server.cli.serve import check_ports, disk_problem, find_redis_server, parse, redis_command
+from server.cli.serve import Supervisor, check_ports, disk_problem, find_redis_server, parse, redis_command
 
 
 def test_options_of_one_part_are_passed_on() -> None:
@@ -29,6 +29,16 @@ def test_certificates_go_to_the_gateway() -> None:
     assert (gateway.tls_cert, gateway.tls_key, gateway.policy) == ("a.crt", "a.key", "round_robin")
     assert parse(["--gateway-args", "--tls-cert a --tls-key b"]).tls_cert
     assert not parse([]).tls_cert
+
+
+def test_the_gateways_are_asked_where_they_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their address and certificate may come from a variable, or from a file of options."""
+    file = tmp_path / "options.toml"
+    file.write_text('[gateway]\ntls-cert = "a"\ntls-key = "b"\n')
+    monkeypatch.setenv("HEADSTART_OPS_HOST", "::")
+    args = parse(["--config", str(file)])
+    assert args.ops_host == "::"
+    assert Supervisor(args, tmp_path)._url(args.ops_host, 8001) == "https://[::1]:8001"
 
 
 def test_blocks_on_disk_need_a_secret_that_stays() -> None:
