@@ -132,6 +132,8 @@ def _load_parts(config: WorkerConfig, report: Callable[[str], None]) -> _LoadedP
     torch.set_num_threads(config.threads or num_cores(config.local_world_size))
     model = _load_model(config, report)
     pooling = find_pooling(config.task, model.checkpoint.path)
+    if pooling is None and not model.has_head:
+        raise ValueError(f"{model.checkpoint.path} has no lm_head.weight: it can only make embeddings (--task embed)")
     num_blocks = num_pool_blocks(config, model)
     pool_tokens = (num_blocks - 1) * config.block_size
     max_model_len = _max_model_len(config, model, pool_tokens)

@@ -67,11 +67,10 @@ def build_bundle(
             checkpoint.path, model=checkpoint.name, revision="", block_size=block_size, max_model_len=max_model_len
         )
         defaults = sampling_defaults(generation_config, checkpoint.path)
-    vocab_size = model.config.vocab_size
     if chat_template is not None:
         digest = fingerprint(bundle.fingerprint.encode(), chat_template)
         bundle = replace(bundle, chat_template=chat_template, tool_template=None, fingerprint=digest)
-    return replace(bundle, revision=checkpoint.revision, vocab_size=vocab_size, sampling_defaults=defaults)
+    return replace(bundle, revision=checkpoint.revision, vocab_size=model.config.vocab_size, sampling_defaults=defaults)
 
 
 def bundle_of_gguf(checkpoint: GGUFCheckpoint, *, block_size: int, max_model_len: int) -> TokenizerBundle:
@@ -109,7 +108,7 @@ def _from_gguf(metadata: Metadata) -> dict[str, Any]:
         "bos_token": None if bos_id is None else tokens[int(bos_id)],
         "eos_token": tokens[int(metadata["tokenizer.ggml.eos_token_id"])],
         "eos_token_ids": tuple(sorted(ids)),
-        "add_bos": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        "add_bos": bool(tokenizer.encode("").ids),
     }
 
 
@@ -137,14 +136,15 @@ def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=family.pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = _post_processor(metadata, tokens)
+    by_default = family.whole_words_first and metadata.get("tokenizer.ggml.bos_token_id") is not None  # as llama.cpp
+    tokenizer.post_processor = _post_processor(metadata, tokens, by_default=by_default)
     _add_special_tokens(tokenizer, tokens, metadata["tokenizer.ggml.token_type"])
     return tokenizer
 
 
-def _post_processor(metadata: Metadata, tokens: Sequence[str]) -> processors.PostProcessor:
+def _post_processor(metadata: Metadata, tokens: Sequence[str], *, by_default: bool) -> processors.PostProcessor:
     byte_level = processors.ByteLevel(trim_offsets=False)
-    if not metadata.get("tokenizer.ggml.add_bos_token", False):
+    if not metadata.get("tokenizer.ggml.add_bos_token", by_default):
         return byte_level
     bos_id = int(metadata["tokenizer.ggml.bos_token_id"])
     bos, special = tokens[bos_id], [(tokens[bos_id], bos_id)]

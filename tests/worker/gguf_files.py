@@ -35,6 +35,7 @@ def write_gguf(
     *,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     rope_factors: np.ndarray | None = None,
+    rope_fields: dict[str, float] | None = None,
 ) -> None:
     """A transformers model of the Llama family as GGUF; matrices are stored as `kind`."""
     config = model.config
@@ -47,6 +48,8 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for key, value in (rope_fields or {}).items():
+        writer.add_float32(f"{architecture}.rope.{key}", value)
     if head_dim := getattr(config, "head_dim", None):
         writer.add_key_length(head_dim)
     write_vocabulary(writer, [f"<{token_id}>" for token_id in range(config.vocab_size)], [], "gpt-2")
@@ -88,7 +91,8 @@ def write_tokenizer(path: Path, family: str, trained: Tokenizer, control: Sequen
     tokens = sorted(trained.get_vocab(), key=trained.get_vocab().__getitem__)
     writer = gguf.GGUFWriter(path, "llama")
     write_vocabulary(writer, tokens, [" ".join(pair) for pair in raw["model"]["merges"]], family, control)
-    writer.add_add_bos_token(fields.get("add_bos", False))
+    if (add_bos := fields.get("add_bos", False)) is not None:
+        writer.add_add_bos_token(add_bos)
     if template := fields.get("chat_template"):
         writer.add_chat_template(template)
     _finish(writer)

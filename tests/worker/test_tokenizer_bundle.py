@@ -139,9 +139,12 @@ class TestGGUFFamilies:
         tokenizer = tokenizer_from_gguf(GGUFCheckpoint(tmp_path / "t.gguf").metadata)
         assert tokenizer.encode("abc").tokens == ["abc"]
 
-    def test_bos_comes_first_where_the_file_says_so(self, tmp_path: Path, texts: list[str]) -> None:
+    @pytest.mark.parametrize("add_bos", [True, None])  # llama.cpp's default for Llama 3, which older files need
+    def test_bos_comes_first_where_the_file_says_so(
+        self, add_bos: bool | None, tmp_path: Path, texts: list[str]
+    ) -> None:
         original = train(texts, _LLAMA3, _CONTROL)
-        write_tokenizer(tmp_path / "t.gguf", "llama-bpe", original, _CONTROL, add_bos=True)
+        write_tokenizer(tmp_path / "t.gguf", "llama-bpe", original, _CONTROL, add_bos=add_bos)
         tokenizer = tokenizer_from_gguf(GGUFCheckpoint(tmp_path / "t.gguf").metadata)
         assert tokenizer.encode("hello").ids[0] == 0
         assert tokenizer.encode("hello", add_special_tokens=False).ids[0] != 0
@@ -164,6 +167,14 @@ class TestFolder:
         assert (bundle.bos_token, bundle.eos_token, bundle.eos_token_ids) == ("<|im_start|>", "<|im_end|>", (2,))
         assert bundle.tokenizer_json == (tiny / "tokenizer.json").read_bytes()
         assert not bundle.add_bos
+
+    def test_tokens_of_an_older_map(self, tiny: Path) -> None:
+        config = json.loads((tiny / "tokenizer_config.json").read_text())
+        for name in ("bos_token", "eos_token", "added_tokens_decoder"):
+            config.pop(name, None)
+        (tiny / "tokenizer_config.json").write_text(json.dumps(config))
+        (tiny / "special_tokens_map.json").write_text('{"bos_token": {"content": "<|im_start|>"}}')
+        assert bundle_of(tiny).bos_token == "<|im_start|>"
 
     def test_eos_ids_of_the_generation_config(self, tiny: Path) -> None:
         change(tiny / "generation_config.json", eos_token_id=[7, 0])

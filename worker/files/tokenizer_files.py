@@ -140,6 +140,8 @@ def fields_of_folder(folder: Path, *, allow_engine_vocabulary: bool = False) -> 
     """
     file, vocabulary = folder / "tokenizer.json", None
     config = _optional_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # an older file: transformers reads the map too, and it wins
+        config |= _optional_json(folder / "special_tokens_map.json")
     bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
     if file.is_file():
         tokenizer_json = file.read_bytes()

@@ -87,5 +87,7 @@ class ModelFamily:
     """Loads the weights. Raises ModelError."""
     qk_norm: bool = False
     """Queries and keys are normed per head."""
+    window: int | None = None
+    """The sliding window where config.json has none. None: only `layer_types` gives a layer one."""
     optional_window: bool = False
     """The sliding window needs `use_sliding_window`, and begins at layer `max_window_layers`."""

@@ -46,7 +46,10 @@ _ROPE_FIELDS: Final = {
     "rope_type": "scaling.type",
     "factor": "scaling.factor",
     "original_max_position_embeddings": "scaling.original_context_length",
+    "beta_fast": "scaling.yarn_beta_fast",
+    "beta_slow": "scaling.yarn_beta_slow",
 }
+_ROPE_FACTORS: Final = ("scaling.attn_factor", "scaling.yarn_attn_factor", "scaling.yarn_ext_factor", "scale_linear")
 _QUANTISATION_SUFFIX: Final = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 
 
@@ -84,6 +87,8 @@ class GGUFCheckpoint(Checkpoint):
         raw["vocab_size"] = len(self.metadata["tokenizer.ggml.tokens"])
         raw["tie_word_embeddings"] = "output.weight" not in self._tensors
         raw["rope_parameters"] = {name: self._field(f"rope.{key}") for name, key in _ROPE_FIELDS.items()}
+        if factors := [key for key in _ROPE_FACTORS if self._field(f"rope.{key}") not in (None, 1.0)]:
+            raise UnsupportedModel(f"rope.{factors[0]} is {self._field(f'rope.{factors[0]}')}: only 1 is known")
         if raw["rope_parameters"]["rope_type"] == "none":
             raw["rope_parameters"]["rope_type"] = "default"
         if raw["sliding_window"]:

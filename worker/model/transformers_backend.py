@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from worker.attention.base import Attention, AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.files.errors import UnsupportedModel, encoder_error
+from worker.files.errors import CheckpointError, UnsupportedModel, encoder_error
 from worker.files.tokenizer_files import read_json
 from worker.model.base import Checkpoint
 from worker.model.config import LoadOptions, ModelConfig, RopeConfig
@@ -295,13 +295,19 @@ def _load(checkpoint: Checkpoint, options: LoadOptions, attention: str) -> Any:
     if is_masked and not read_json(checkpoint.path / "config.json").get("is_decoder"):
         raise encoder_error(checkpoint.model_type)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
             dtype=options.torch_dtype,
             attn_implementation=attention,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
         )
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise _unloadable(checkpoint, error) from error
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):  # transformers invents them
+        raise CheckpointError(f"{checkpoint.path} has no tensor {missing[0]!r} ({len(missing)} are missing)")
+    if scales := sorted(name for name in info["unexpected_keys"] if "_scale" in name.rpartition(".")[2]):
+        raise UnsupportedModel(f"transformers does not apply {scales[0]!r}: these quantised weights are not supported")
     return model.to(options.device).eval()

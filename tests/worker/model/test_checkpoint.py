@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from tests.worker.families import write_family
 from worker.files import model_files
@@ -128,6 +130,10 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
         *(({"model_type": kind}, CheckpointError, "model_type is .*: give a name") for kind in (None, "", 5, [1], {})),
         ({"is_causal": False}, UnsupportedModel, "is_causal"),
         ({"use_bidirectional_attention": True}, UnsupportedModel, "attend to later"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModel, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, UnsupportedModel, "keep one"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, UnsupportedModel, "full_attention"),
+        ({"sliding_window": 9, "layer_types": ["full_attention", "chunked", "odd"]}, UnsupportedModel, "chunked"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -145,6 +151,8 @@ def test_the_old_spelling_of_rope(folder: Path) -> None:
     family = FAMILIES["llama"]
     assert config_from_hf(new, family).rope == config_from_hf(old, family).rope
     assert config_from_hf(old, family).rope.original_max_len == 256
+    outside = {**old, "original_max_position_embeddings": 64}  # transformers takes this one
+    assert config_from_hf(outside, family).rope.original_max_len == 64
 
 
 def test_layer_types_win_over_max_window_layers(folder: Path) -> None:
@@ -155,6 +163,40 @@ def test_layer_types_win_over_max_window_layers(folder: Path) -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     assert config_from_hf({**qwen, "layer_types": kinds}, family).attention.windows == (7, None, 7)
     assert config_from_hf({**qwen, "use_sliding_window": False}, family).attention.windows == ()
+
+
+def test_windows_where_the_file_has_half_of_them(folder: Path) -> None:
+    """transformers gives a Llama no window, and a Mistral one of 4,096 unless its file has another."""
+    raw = json.loads((folder / "config.json").read_text())
+    assert config_from_hf({**raw, "sliding_window": 9}, FAMILIES["llama"]).attention.windows == ()
+    assert config_from_hf(raw, FAMILIES["mistral"]).attention.windows == (4096,) * 3
+    assert config_from_hf({**raw, "sliding_window": None}, FAMILIES["mistral"]).attention.windows == ()
+    assert config_from_hf({**raw, "use_sliding_window": True}, FAMILIES["qwen2"]).attention.windows == (None,) * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_quantised_weights_without_a_word_in_config(folder: Path, dtype: torch.dtype) -> None:
+    """As NVIDIA's files with a hf_quant_config.json: nothing would read the scales."""
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file({**tensors, name: tensors[name].to(dtype)}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"down_proj\.weight is stored as torch"):
+        load_model(str(folder), LoadOptions())
+
+
+def test_only_a_model_with_a_head_has_logits(folder: Path) -> None:
+    assert load_model(str(folder), LoadOptions()).has_head
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    assert not load_model(str(folder), LoadOptions()).has_head
+
+
+def test_other_weights_in_the_folder_are_not_read(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "zz.safetensors")
+    norm = find_checkpoint(str(folder)).tensor("model.norm.weight")
+    assert torch.equal(norm, tensors["model.norm.weight"])
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "int8"), ("weights", "squeezed")])

@@ -34,6 +34,13 @@ def test_logits_match_the_model_that_was_written(family: str, architecture: str,
     assert float((PagedModel(model).chunked(IDS, [len(IDS)]) - want).abs().max()) < 1e-3
 
 
+def test_factors_of_yarn_are_refused_by_name(tmp_path: Path) -> None:
+    reference = write_family("qwen2", tmp_path / "hf")
+    write_gguf(tmp_path / "model.gguf", reference, "qwen2", rope_fields={"scaling.yarn_attn_factor": 0.5})
+    with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.yarn_attn_factor is 0\.5"):
+        load_model(str(tmp_path / "model.gguf"), LoadOptions())
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_stored_types_are_dequantised(kind: str, tmp_path: Path) -> None:
     """Loaded values are exactly those of the file, with q and k put back in order."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.worker.families import FAMILIES, write_family
@@ -89,6 +90,19 @@ def test_half_precision_is_close(family: Family, dtype: str) -> None:
     got = PagedModel(model).chunked(ids, [30, 1]).log_softmax(-1)
     divergence = (want.exp() * (want - got)).sum(-1).mean()
     assert float(divergence) < 0.05
+
+
+def test_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
+    """A training may change only the head: transformers then does not tie it either."""
+    import transformers
+
+    write_family("smollm2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": -tensors["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = tokens(10, 6)
+    family = Family("smollm2", reference, load_model(str(tmp_path), LoadOptions()))
+    assert error(PagedModel(family.model).chunked(ids, [10]), family.expected(ids)) < TOLERANCE
 
 
 def test_sharded_weights_load_like_one_file(tmp_path: Path) -> None:

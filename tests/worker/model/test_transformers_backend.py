@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.worker.paged import PagedModel
 from worker.contracts.step import SamplingRow, SequenceStep, Step
-from worker.files.errors import UnsupportedModel
+from worker.files.errors import CheckpointError, ModelError, UnsupportedModel
 from worker.model import transformers_backend
 from worker.model.load import LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
@@ -84,6 +85,18 @@ def test_it_runs_behind_the_runner(tmp_path: Path) -> None:
 def test_what_cannot_be_exact_is_refused(name: str, fields: dict[str, Any], text: str, tmp_path: Path) -> None:
     write(name, fields, tmp_path)
     with pytest.raises(UnsupportedModel, match=text):
+        load_model(str(tmp_path), LoadOptions())
+
+
+@pytest.mark.parametrize(("lost", "error"), [(True, CheckpointError), (False, UnsupportedModel)])
+def test_weights_that_transformers_would_invent(lost: bool, error: type[ModelError], tmp_path: Path) -> None:
+    """It fills what is missing with random numbers, and ignores the scales of an unknown quantisation."""
+    write(*MODELS["olmo2"], tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(file)
+    scale = {f"{name}_scale": torch.ones(1)}
+    save_file({key: tensor for key, tensor in tensors.items() if key != name} if lost else tensors | scale, file)
+    with pytest.raises(error, match=r"up_proj\.weight"):
         load_model(str(tmp_path), LoadOptions())
 
 
