@@ -85,11 +85,11 @@ def _files_by_tensor(path: Path) -> dict[str, Path]:
             raise CheckpointError(f"{path} lacks {missing[0]} ({len(missing)} of {len(files)} files are missing)")
         return {str(name): path / str(file) for name, file in weight_map.items()}
     whole = path / "model.safetensors"  # the others may be of another form, or of another step of a training
-    files = [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
+    files = {whole} if whole.is_file() else set(path.glob("*.safetensors"))
     if not files:
         hint = " (there are pickled weights, which are never loaded)" if list(path.glob("*.bin")) else ""
         raise CheckpointError(f"{path} has no *.safetensors files{hint}")
-    return {name: file for file in files for name in _tensor_names(file)}
+    return {name: file for file in sorted(files) for name in _tensor_names(file)}
 
 
 def _tensor_names(file: Path) -> list[str]:
