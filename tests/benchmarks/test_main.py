@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+import benchmarks
 
 
 def test_ctrl_c_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,4 +19,4 @@ def test_ctrl_c_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "benchmarks.cache", SimpleNamespace(main=interrupted))
     monkeypatch.setattr(sys, "argv", ["bench", "cache"])
     with pytest.raises(SystemExit, match="130"):
-        runpy.run_module("benchmarks", run_name="__main__")
+        runpy.run_path(str(Path(benchmarks.__file__).with_name("__main__.py")), run_name="__main__")

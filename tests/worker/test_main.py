@@ -62,7 +62,7 @@ sys.exit(main(sys.argv[1:]))
 IS_NAMED_LOOPBACK = """
 import socket, sys
 from worker.main import main
-socket.gethostbyname = lambda name: "127.0.1.1"
+socket.gethostname = lambda: "127.0.1.1"
 sys.exit(main(sys.argv[1:]))
 """
 MAY_OPEN_FEW_FILES = """
