@@ -58,6 +58,14 @@ class HeldRequest(Generic[T]):
     order: tuple[bool, int, float] = (True, 0, 0.0)
     """Its place: new, priority, the tenant's turn. Of equals, the first to come."""
 
+    def take_turn(self, ends: dict[str, float]) -> float:
+        """Return its turn, after which the tenant's prompts end later. A retry has taken its own before."""
+        request = self.request
+        turn = max(self.came_tokens, ends.get(request.tenant, 0.0))
+        if not request.is_retry:
+            ends[request.tenant] = turn + request.num_prompt_tokens / request.weight
+        return turn
+
 
 @dataclass(slots=True)
 class _Turns:
@@ -158,11 +166,9 @@ class RequestQueue(Generic[T]):
         """
         ends = {own: turns.next.copy() for own, turns in self._turns.items()}
         for held in self._held:
-            request, own = held.request, ends[held.request.model, held.request.priority]
-            turn = max(held.came_tokens, own.get(request.tenant, 0.0))
+            request = held.request
+            turn = held.take_turn(ends[request.model, request.priority])
             held.order = not request.is_retry, request.priority, turn
-            if not request.is_retry:  # its turn was taken before
-                own[request.tenant] = turn + request.num_prompt_tokens / request.weight
         in_order = sorted(self._held, key=_by_order)
         first = {held.request.model: held for held in reversed(in_order)}
         return [held for held in in_order if held.due_s <= now_s or held is first[held.request.model]]
@@ -172,11 +178,9 @@ class RequestQueue(Generic[T]):
         if wait_s > max(self.hold_s, (now_s - held.since_s) * WAIT_SHARE):
             held.due_s = self._due_s(held, wait_s, now_s)
             return True
-        request, turns = held.request, self._turns[held.request.model, held.request.priority]
-        if not request.is_retry:
-            turn = max(held.came_tokens, turns.next.get(request.tenant, 0.0))
-            turns.now = max(turns.now, turn)
-            turns.next[request.tenant] = turn + request.num_prompt_tokens / request.weight
+        if not held.request.is_retry:
+            turns = self._turns[held.request.model, held.request.priority]
+            turns.now = max(turns.now, held.take_turn(turns.next))
         return False
 
     def remove(self, held: HeldRequest[T]) -> None:
