@@ -264,9 +264,14 @@ class EngineTexts:
             raise InvalidRequestError(message, param=media.images[0].param)
         return rendered
 
-    def _able(self, model: ServedModel, path: str, has_images: bool = False) -> list[Candidate]:
-        """Return the workers whose engine has the route and the model's adapter."""
-        return _able(self._fleet.candidates(model.name, None, model.fingerprint), model, path, has_images)
+    def _able(
+        self, model: ServedModel, path: str, *, has_images: bool = False, are_silent: bool = False
+    ) -> list[Candidate]:
+        """Return the workers, live or silent, whose engine has the route and the model's adapter."""
+        name, revision = model.name, model.fingerprint
+        found = self._fleet.silent(name, revision) if are_silent else self._fleet.candidates(name, None, revision)
+        needs = needs_of(EngineCall(path, b""), None, [IMAGES] * has_images, model.adapter)
+        return [each for each in found if needs.issubset(each.member.capabilities)]
 
     async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool = False) -> Rendered:
         """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError.
@@ -275,7 +280,7 @@ class EngineTexts:
         """
         num_lost = num_waits = 0
         while num_lost < MAX_RENDER_ATTEMPTS and num_waits <= MAX_WAITS:
-            candidates = self._able(model, call.path, has_images)
+            candidates = self._able(model, call.path, has_images=has_images)
             candidates.sort(key=lambda each: (each.load.num_waiting, each.load.num_running, random.random()))
             for candidate in candidates[:MAX_RENDER_ATTEMPTS]:
                 try:
@@ -287,16 +292,10 @@ class EngineTexts:
                     log.info("worker %s rendered no prompt: %s", candidate.member.worker_id, error)
             if not self._models.is_served(model):
                 raise RevisionGoneError
-            silent = self._fleet.silent(model.name, model.fingerprint)
-            num_waits += not (_able(silent, model, call.path, has_images) or self._models.is_learning(model.name))
+            silent = self._able(model, call.path, has_images=has_images, are_silent=True)
+            num_waits += not (silent or self._models.is_learning(model.name))
             await asyncio.sleep(PAUSE_S)
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
-
-
-def _able(candidates: Sequence[Candidate], model: ServedModel, path: str, has_images: bool) -> list[Candidate]:
-    """Return the workers whose engine has the route and the model's adapter."""
-    needs = needs_of(EngineCall(path, b""), None, [IMAGES] * has_images, model.adapter)
-    return [each for each in candidates if needs.issubset(each.member.capabilities)]
 
 
 @contextmanager
