@@ -39,7 +39,7 @@ from server.config import parser as gateway_parser
 from worker.common.cache_folder import cache_folder
 from worker.common.checks import Check, Status, judge
 from worker.common.command_line import CommandParser, module_command
-from worker.common.sockets import is_loopback, listen
+from worker.common.sockets import ANY_HOSTS, in_url, is_loopback, listen
 
 TESTED_PYTHONS: Final = ((3, 11), (3, 12), (3, 13))
 MIN_OPEN_FILES: Final = 4096
@@ -253,7 +253,7 @@ async def port(name: str, host: str, number: int, option: str) -> Check:
         return Check(name, "ok", f"{where} is free")
     except OSError as error:
         problem = str(error)
-    num_workers = await _num_workers_of_gateway({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), number)
+    num_workers = await _num_workers_of_gateway(ANY_HOSTS.get(host, host), number)
     if num_workers is None:
         return Check(name, "fail", problem, f"`ss -ltnp 'sport = :{number}'` names the program that has this one")
     fix = "start workers on its Redis: `headstart worker --redis URL`; /dashboard of its ops port shows them"
@@ -263,10 +263,9 @@ async def port(name: str, host: str, number: int, option: str) -> Check:
 
 async def _num_workers_of_gateway(host: str, number: int) -> int | None:
     """Return the number of workers, or None if no gateway answers, with TLS or without."""
-    netloc = f"{f'[{host}]' if ':' in host else host}:{number}"
     for scheme in ("http", "https"):
         try:
-            _, answer = await fetch_json(f"{scheme}://{netloc}/health/ready", timeout_s=TIMEOUT_S)
+            _, answer = await fetch_json(f"{scheme}://{in_url(host)}:{number}/health/ready", timeout_s=TIMEOUT_S)
         except (OSError, ValueError):
             continue
         match answer:

@@ -35,7 +35,7 @@ from server.config import parser as gateway_parser
 from worker.common.checks import missing_extra
 from worker.common.command_line import SECRET_VARIABLE, CommandParser, module_command
 from worker.common.private_folder import private_folder
-from worker.common.sockets import listen
+from worker.common.sockets import ANY_HOSTS, in_url, listen
 
 STOP_GRACE_S: Final = 3.5
 """Every child is gone 5 s after Ctrl-C: this much for SIGTERM, the rest for SIGKILL and for Redis."""
@@ -45,7 +45,6 @@ DRAIN_GRACE_S: Final = 2.0
 POLL_S: Final = 0.1  # a ready part is noticed at once to a reader
 REDIS: Final = "redis"
 MAX_SOCKET_BYTES: Final = 107  # of a path, by Linux
-_ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _QUESTION: Final = "What is the capital of France?"
 _EXAMPLES: Final[dict[str, dict[str, Any]]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0},
@@ -327,8 +326,7 @@ class Supervisor:
         return {}
 
     def _url(self, host: str, port: int) -> str:
-        host = _ANY.get(host, host)
-        return f"{'https' if self._args.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+        return f"{'https' if self._args.tls_cert else 'http'}://{in_url(ANY_HOSTS.get(host, host))}:{port}"
 
     def _announce(self, gateways: Sequence[str]) -> None:
         args, first = self._args, self._said[gateways[0]]

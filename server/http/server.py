@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from server.event_loop import ByteCollector
 from server.http.protocol import ConnectionLimit, GatewayProtocol, HttpLimits
-from worker.common.sockets import allow_files
+from worker.common.sockets import allow_files, in_url
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Listener(uvicorn.Server):
     @property
     def address(self) -> str:
         host, port = self._socket.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return f"{in_url(host)}:{port}"
 
     def announce_end(self) -> None:
         """Go on, but end each connection with its next answer."""

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from cache.records import WorkerMember, signature
 from cache.types import WorkerId
+from worker.common.sockets import in_url
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, shared_protocol
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ async def target_urls(targets: Iterable[str], scheme: str) -> list[str]:
                     urls.append(f"{scheme}://{name}:{port}")
                 continue
             hosts = sorted({str(address[4][0]) for address in found})
-            urls += [f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}" for host in hosts]
+            urls += [f"{scheme}://{in_url(host)}:{port}" for host in hosts]
         else:
             urls.append(target.rstrip("/"))
     return urls

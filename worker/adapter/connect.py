@@ -33,7 +33,7 @@ from worker.adapter.vllm import VllmApi
 from worker.common.capabilities import CHAT, GENERATING, adapter_names
 from worker.common.chat_probes import CHAT_PROBES, digests
 from worker.common.command_line import read_text
-from worker.common.sockets import is_loopback
+from worker.common.sockets import in_url, is_loopback
 from worker.common.tls import client_context
 from worker.config import WorkerConfig
 from worker.contracts.engine import EngineSinks
@@ -267,4 +267,4 @@ async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource | No
         return None
     host = urlsplit(config.engine_url).hostname or ""
     source = replace(source, is_exposed=config.events_exposed)
-    return source if is_loopback(host) else replace(source, host=f"[{host}]" if ":" in host else host)
+    return source if is_loopback(host) else replace(source, host=in_url(host))

@@ -113,10 +113,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def _settable(self) -> dict[str, argparse.Action]:
         """Return each option by its last name."""
-        actions = (
-            action for action in self._actions if action.option_strings and action.dest not in ("help", "config")
-        )
-        return {action.option_strings[-1]: action for action in actions}
+        actions = (action for action in self._actions if action.dest not in ("help", "config"))
+        return {action.option_strings[-1]: action for action in actions if action.option_strings}
 
     def _variables(self, environ: Mapping[str, str]) -> Iterator[tuple[str, str, argparse.Action, object]]:
         for flag, action in self._settable().items():
@@ -158,9 +156,8 @@ def _split(value: str, action: argparse.Action) -> list[str]:
 
 def _words(flag: str, action: argparse.Action, value: object) -> Iterator[str]:
     """Yield a value as words of a command line. Raises ValueError."""
-    is_flag = action.nargs == 0 or (action.nargs == "?" and value is True)
-    if is_flag:
-        wanted = value if isinstance(value, bool) else _BOOLEANS.get(str(value).lower())
+    if action.nargs == 0 or (action.nargs == "?" and value is True):
+        wanted = _BOOLEANS.get(str(value).lower())
         if wanted is None:
             raise ValueError(f"must be true or false, got {value!r}")
         if wanted:

@@ -44,15 +44,13 @@ def option(
 
     `arguments` are those of `add_argument`, some derived from the default.
     """
-    if metavar is not None:
-        arguments["metavar"] = metavar
+    arguments |= {"help": text} if metavar is None else {"help": text, "metavar": metavar}
     if isinstance(default, bool):
         arguments["action"] = "store_false" if default else "store_true"
     elif isinstance(default, int | float):
         arguments = {"type": type(default), **arguments}
     if isinstance(default, int | float | str):
         arguments["default"] = default
-    arguments["help"] = text
     metadata = {"group": group, "flag": flag, "least": least, "most": most, "arguments": arguments}
     return field(default=default, metadata=metadata)
 
@@ -113,8 +111,7 @@ class SharedConfig:
 
     def redis_password(self) -> str | None:
         """Read --redis-password-file; None stands for the URL's own. Raises ValueError."""
-        file = self.redis_password_file
-        return None if file is None else read_text("--redis-password-file", file)
+        return None if (file := self.redis_password_file) is None else read_text("--redis-password-file", file)
 
     def cluster_secret(self) -> bytes:
         """Read --cluster-secret-file, else the environment; empty: there is none. Raises ValueError."""

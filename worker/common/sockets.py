@@ -11,6 +11,7 @@ from typing import Final
 
 from worker.common.command_line import reason
 
+ANY_HOSTS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # every address, and where this machine reaches it
 _BACKLOG: Final = 2048  # a burst of new connections waits; the kernel may allow fewer
 
 
@@ -50,15 +51,20 @@ def allow_files(wanted: int) -> int:
     return allowed
 
 
+def in_url(host: str) -> str:
+    """Return a host as URLs have it: an address of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def reachable(host: str) -> str:
     """Return an address of this machine that others can use, also for a socket bound to every address."""
-    if host in ("0.0.0.0", "::", ""):
+    if host in ANY_HOSTS or not host:
         try:
             family = socket.AF_INET6 if host == "::" else socket.AF_INET
             host = str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
         except OSError as error:
             raise OSError(f"the name of this machine has no address ({error}): give --advertise-url") from None
-    return f"[{host}]" if ":" in host else host
+    return in_url(host)
 
 
 def is_loopback(host: str) -> bool:
