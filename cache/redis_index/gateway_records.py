@@ -16,7 +16,7 @@ from cache.redis_index.schema import ReplyError, decode_hash
 
 MAX_REPLY_BYTES: Final = 2 << 20  # bounds what foreign fields of the hash cost a gateway
 MAX_LATE: Final = 100
-"""Late replies in a row after which the key counts as spoiled: some 6 s, which no stall of Redis lasts."""
+"""Late replies in a row after which the key counts as spoiled: some 6 s, longer than Redis forks or rewrites."""
 _MAC_BYTES: Final = 16  # no forger guesses 128 bits
 _KEPT_S: Final = 2 * 86_400  # the day of a record, and one more for clocks that differ
 

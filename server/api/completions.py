@@ -215,7 +215,7 @@ class CompletionFormatter(ChunkFormatter):
     def _rows(
         self, generation: Generation, prompt: int, entries: Sequence[TokenEntry], echo: bool
     ) -> Iterator[tuple[int, TokenLogprobs | None, int]]:
-        """Yield each token's id, log probabilities (None for a prompt's first token) and offset in the text."""
+        """Yield each token's id, log probabilities (None for a prompt's first), and offset in the text; a BOS has 0."""
         if echo:
             ids, decoder = generation.spec.prompt_ids, getincrementaldecoder("utf-8")("ignore")
             head = b"".join([self._token_bytes[id_] for id_ in ids[:8]]).decode(errors="ignore")  # a BOS, or a space

@@ -123,8 +123,8 @@ class ShortList:
     def _least_loaded(self, workers: Mapping[WorkerId, Candidate]) -> list[WorkerId]:
         """Return the workers with the least queued work: by their reports, or this gateway's own if that is more."""
         loads = [candidate.load for candidate in workers.values()]
-        is_changed, self._loads = loads != self._loads, loads  # the next comparison meets the same objects
-        if is_changed:  # decisions within 50 ms share the reports
+        last, self._loads = self._loads, loads  # equal ones too: the next comparison then meets the same objects
+        if loads != last:  # decisions within 50 ms share the reports
             self._reported_s = {
                 worker_id: sum(load.queued_prefill_s.values())
                 for worker_id, load in zip(workers, loads, strict=True)
