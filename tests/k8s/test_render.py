@@ -169,6 +169,15 @@ def test_a_pod_of_several_ranks_counts_as_that_many_workers() -> None:
     assert scaled_by_need("hpa", **ranks)["metrics"][0]["external"]["target"]["averageValue"] == "2"
 
 
+def test_labels_of_the_values_never_replace_those_of_a_selector() -> None:
+    labels = {"app.kubernetes.io/component": "mine", "app.kubernetes.io/part-of": "platform"}
+    documents = chart.rendered({"commonLabels": labels, "gateway": {"podLabels": {"app.kubernetes.io/name": "mine"}}})
+    for workload in chart.of_kind(documents, "Deployment", "StatefulSet"):
+        own, selected = workload["spec"]["template"]["metadata"]["labels"], workload["spec"]["selector"]["matchLabels"]
+        assert own | selected == own, workload["metadata"]["name"]
+        assert own["app.kubernetes.io/part-of"] == "platform"
+
+
 def test_no_trace_of_a_registry_or_of_a_withdrawn_image() -> None:
     for path in sorted(CHART.rglob("*")):
         if path.is_file():
