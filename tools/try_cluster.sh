@@ -91,7 +91,7 @@ step() {
 must() {
   step "$@" && return
   if [ "${CREATED:-0}" = 1 ]; then
-    { kube get pods,events --output wide; kube describe pods; kube logs --selector app.kubernetes.io/part-of=headstart \
+    { kube get pods,events --output wide; kube describe pods; kube logs --selector "app.kubernetes.io/instance=$RELEASE" \
       --all-containers --prefix --tail 50; } >"$WORK/cluster.log" 2>&1
   fi
   exit 1

@@ -45,7 +45,7 @@ _MORE: Final = _POD | {
 
 EVERYTHING_ON: Final[Values] = {
     "nameOverride": "llm",
-    "commonLabels": {"owner": "serving"},
+    "commonLabels": {"owner": "serving", "team": "platform", "app.kubernetes.io/part-of": "platform"},
     "commonAnnotations": {"contact": "serving@example"},
     "imagePullSecrets": [{"name": "pull"}],
     "apiKeys": _ON,
@@ -327,8 +327,17 @@ def render(name: str, version: str = "helm4") -> list[Document]:
     return list(_documents(name, version))
 
 
+class _Strict(yaml.SafeLoader):
+    """Refuses a key that stands twice, as kustomize and Flux do."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key stands twice{node.start_mark}"
+        return super().construct_mapping(node, deep)
+
+
 def parse(manifests: str) -> Iterator[Document]:
-    return (document for document in yaml.safe_load_all(manifests) if document)
+    return (document for document in yaml.load_all(manifests, _Strict) if document)
 
 
 def of_kind(documents: list[Document], *kinds: str) -> list[Document]:

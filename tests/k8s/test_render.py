@@ -132,9 +132,9 @@ def test_the_example_of_keda_scales_a_workload_of_the_chart(example: str) -> Non
     assert (target["kind"], target["name"].replace("chat-headstart", min(release))) in names
 
 
-def scaled_by_need(kind: str) -> dict[str, Any]:
+def scaled_by_need(kind: str, **more: Any) -> dict[str, Any]:
     scaling = {"enabled": True, "kind": kind, "metric": "workersNeeded", "prometheusAddress": "http://prometheus:9090"}
-    values = {"models": [{"name": "a", "source": "x/y", "servedName": "meta/llama", "autoscaling": scaling}]}
+    values = {"models": [{"name": "a", "source": "x/y", "servedName": "meta/llama", "autoscaling": scaling} | more]}
     wanted = {"hpa": "HorizontalPodAutoscaler", "keda": "ScaledObject"}[kind]
     (scaler,) = chart.of_kind(chart.rendered(values), wanted)
     spec: dict[str, Any] = scaler["spec"]
@@ -161,6 +161,21 @@ def test_an_hpa_scales_to_the_workers_that_the_model_needs() -> None:
         "metric": {"name": "headstart_workers_needed", "selector": {"matchLabels": {"model": "meta/llama"}}},
         "target": {"type": "AverageValue", "averageValue": "1"},
     }
+
+
+def test_a_pod_of_several_ranks_counts_as_that_many_workers() -> None:
+    ranks = {"engine": "vllm", "vllm": {"dataParallelSize": 2}}
+    assert scaled_by_need("keda", **ranks)["triggers"][0]["metadata"]["threshold"] == "2"
+    assert scaled_by_need("hpa", **ranks)["metrics"][0]["external"]["target"]["averageValue"] == "2"
+
+
+def test_labels_of_the_values_never_replace_those_of_a_selector() -> None:
+    labels = {"app.kubernetes.io/component": "mine", "app.kubernetes.io/part-of": "platform"}
+    documents = chart.rendered({"commonLabels": labels, "gateway": {"podLabels": {"app.kubernetes.io/name": "mine"}}})
+    for workload in chart.of_kind(documents, "Deployment", "StatefulSet"):
+        own, selected = workload["spec"]["template"]["metadata"]["labels"], workload["spec"]["selector"]["matchLabels"]
+        assert own | selected == own, workload["metadata"]["name"]
+        assert own["app.kubernetes.io/part-of"] == "platform"
 
 
 def test_no_trace_of_a_registry_or_of_a_withdrawn_image() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +12,8 @@ import pytest
 
 from tests.k8s import chart
 from tests.k8s.chart import containers, pod_templates, render
-from tests.k8s.tools import CHECKOV, ROOT, call
+from tests.k8s.tools import CHART, CHECKOV, ROOT, call
+from worker.common.command_line import read_secret
 
 EXPLAINED: Final = {
     "CKV_K8S_43": "digests are the operator's: image.digest of each image pins them, and values.yaml cannot know them",
@@ -49,6 +52,16 @@ def test_pods_are_restricted(name: str) -> None:
             assert container["resources"]["requests"]["cpu"]
             assert ":" in container["image"]
             assert not container["image"].endswith(":latest")
+
+
+@pytest.mark.parametrize("text", ["pw", "pw\n", " p w\t\r\n"])
+def test_redis_takes_the_password_that_is_sent(text: str, tmp_path: Path) -> None:
+    """A file that an editor or `openssl rand` has written ends with a line break."""
+    (tmp_path / "password").write_text(text)
+    script = (CHART / "files" / "redis-users.sh").read_text().partition("umask")[0] + 'digest "$1"'
+    done = subprocess.run(["sh", "-c", script, "sh", tmp_path / "password"], capture_output=True, text=True, check=True)
+    sent = read_secret("--redis-password-file", str(tmp_path / "password"))
+    assert done.stdout == hashlib.sha256(sent).hexdigest() + "\n"
 
 
 @pytest.mark.parametrize("name", [name for name, values in chart.MATRIX.items() if "networkPolicy" not in values])

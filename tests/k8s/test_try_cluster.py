@@ -149,8 +149,10 @@ def test_images_need_a_tag() -> None:
 def test_its_values_render_restricted_pods(version: str) -> None:
     values = yaml.safe_load(succeed(SCRIPT, "values"))
     documents = chart.rendered(values, version, release="try")
-    names = {d["metadata"]["name"] for d in of_kind(documents, "Deployment", "StatefulSet")}
-    assert names == {"try-headstart-gateway", "try-headstart-tiny", "try-headstart-redis"}
+    workloads = {d["metadata"]["name"]: d["spec"] for d in of_kind(documents, "Deployment", "StatefulSet")}
+    assert workloads.keys() == {"try-headstart-gateway", "try-headstart-tiny", "try-headstart-redis"}
+    labels = workloads["try-headstart-tiny"]["template"]["metadata"]["labels"]
+    assert {*re.findall(r'--selector "?([\w./-]+)=', SCRIPT.read_text())} <= labels.keys(), "it finds its pods"
     assert "try-headstart-api-keys" in {d["metadata"]["name"] for d in of_kind(documents, "Secret")}
     images = {c["image"] for _, pod in pod_templates(documents) for c in containers(pod)}
     assert {"headstart-gateway:try", "headstart-worker:try"} < images

@@ -282,7 +282,7 @@ VALUES: Final = group(
             "description": "Wait of a queue that is short enough: what waits longer counts for the workers needed.",
         },
         workerNetworks=array(
-            "Networks in which gateways look for workers; empty: those of RFC 1918.",
+            "Networks in which gateways look for workers; empty: private ones.",
             text("A network.", pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$"),
         ),
         opsHosts=array(

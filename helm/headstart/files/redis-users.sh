@@ -1,7 +1,7 @@
 # Writes the ACL file of the built-in Redis: four users, each with only the rights it needs.
 set -eu
-digest() {
-  sha256sum "$1" | cut -d ' ' -f 1
+digest() { # without the white space around it, as gateways and workers read it
+  printf %s "$(sed 's/^[[:space:]]*//; s/[[:space:]]*$//' "$1")" | sha256sum | cut -d ' ' -f 1
 }
 umask 077
 cat > /run/redis/users.acl <<EOF

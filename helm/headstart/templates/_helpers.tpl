@@ -39,19 +39,8 @@ headstart/model: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
-{{- define "headstart.labels" -}}
-{{ include "headstart.selectorLabels" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-app.kubernetes.io/part-of: headstart
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
-{{- end -}}
-
-{{/* What every object has; labels come last, so that more of them may follow.
-(dict "root" $ "component" "gateway" "model" "" "annotations" {} "namespace" "") */}}
+{{/* What every object has. Each label stands once: the selector's first, then those of the values.
+(dict "root" $ "component" "gateway" "model" "" "labels" {} "annotations" {} "namespace" "") */}}
 {{- define "headstart.metadata" -}}
 namespace: {{ default .root.Release.Namespace .namespace }}
 {{- with merge (dict) (default dict .annotations) .root.Values.commonAnnotations }}
@@ -59,15 +48,14 @@ annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 labels:
-  {{- include "headstart.labels" . | nindent 2 }}
+  {{- $version := dict "app.kubernetes.io/version" .root.Chart.AppVersion "app.kubernetes.io/managed-by" .root.Release.Service }}
+  {{- $chart := dict "app.kubernetes.io/part-of" "headstart" "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") }}
+  {{- merge (include "headstart.podLabels" . | fromYaml) $version $chart | toYaml | nindent 2 }}
 {{- end -}}
 
 {{/* No version among a pod's labels: an upgrade of only the chart must not lose the workers' caches. */}}
 {{- define "headstart.podLabels" -}}
-{{ include "headstart.selectorLabels" . }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- merge (include "headstart.selectorLabels" . | fromYaml) (default dict .labels) .root.Values.commonLabels | toYaml -}}
 {{- end -}}
 
 {{/* global.imageRegistry goes before a repository that names no registry: a host has a dot or a port, or is localhost.
