@@ -175,7 +175,7 @@ class GatewayMetrics:
             "cached_tokens_by_place", "Cached prompt tokens by where the worker had them from.", "place"
         )
         self._placed_tokens.start(*PLACES)
-        self.planned_fetches = metric("planned_fetches", "Requests sent with a peer to fetch blocks from.")
+        self.planned_fetches = metric("planned_fetches", "Requests that workers began with a peer to fetch from.")
         self.copies = metric("chain_copies", "Copies of hot prefixes to other workers.", "end")
         self.copies.start("made", "failed")
         self._promise_errors = metric(

@@ -101,6 +101,10 @@ class Allocator(ABC):
         """Return the tokens that `allocate` would find cached. Changes nothing, not even the order of eviction."""
         return 0
 
+    def find_held(self, token_ids: Sequence[int], root: BlockHash, hashes: Sequence[BlockHash]) -> int:
+        """Return how many of the blocks that `find` counts are in a table. The others count as free blocks, too."""
+        return 0
+
     def take_events(self) -> list[BlockEvent]:
         """Return the events since the last call, in order. Call it after every step."""
         runs, self._events = self._events, []
@@ -124,15 +128,8 @@ class Allocator(ABC):
         return True
 
     def stats(self) -> CacheStats:
-        num_cached_blocks, next_victim_age = self._cache_gauges()
-        return CacheStats(
-            num_blocks=self.num_blocks,
-            num_free_blocks=self.num_free_blocks,
-            num_cached_blocks=num_cached_blocks,
-            hit_tokens=self._hit_tokens,
-            evictions=self._evictions,
-            next_victim_age=next_victim_age,
-        )
+        num_cached, age = self._cache_gauges()
+        return CacheStats(self.num_blocks, self.num_free_blocks, num_cached, self._hit_tokens, self._evictions, age)
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -106,9 +106,11 @@ class HashAllocator(Allocator):
         return len(self._free)
 
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
-        if hashes is None:
-            hashes = hash_chain(root, token_ids, self.block_size)
+        hashes = hash_chain(root, token_ids, self.block_size) if hashes is None else hashes
         return len(self.find_blocks(self._reusable(token_ids, hashes))) * self.block_size
+
+    def find_held(self, token_ids: Sequence[int], root: BlockHash, hashes: Sequence[BlockHash]) -> int:
+        return sum(self._refs[block_id] > 0 for block_id in self.find_blocks(self._reusable(token_ids, hashes)))
 
     def cached_hashes(self) -> Iterator[BlockHash]:
         return iter(self._cached)  # parents first: a dict keeps its order, and a parent enters before its child
@@ -133,8 +135,7 @@ class HashAllocator(Allocator):
     def _allocate(
         self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
     ) -> HashAllocation | None:
-        if chain is None:
-            chain = hash_chain(root, token_ids, self.block_size)
+        chain = hash_chain(root, token_ids, self.block_size) if chain is None else chain
         found = self.find_blocks(self._reusable(token_ids, chain)) if reuse else []
         block_ids = self.hold(found, max(0, self.num_blocks_for(num_tokens) - len(found)))
         return None if block_ids is None else HashAllocation(self, root, list(chain), block_ids, len(found))
@@ -237,13 +238,10 @@ class HashAllocator(Allocator):
         return taken
 
     def _forget_copy(self, block_id: BlockId, block_hash: BlockHash) -> None:
-        others = self._copies[block_hash]
-        if self._cached[block_hash] == block_id:
-            self._cached[block_hash] = others.pop(0)
-        else:
-            others.remove(block_id)
-        if not others:
-            del self._copies[block_hash]
+        copies = (self._cached[block_hash], *self._copies.pop(block_hash))
+        self._cached[block_hash], *others = (each for each in copies if each != block_id)
+        if others:
+            self._copies[block_hash] = others
 
     def _forget_all(self) -> None:
         assert len(self._free) == self.num_blocks - 1, "cleared while blocks are held"

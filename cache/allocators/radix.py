@@ -42,6 +42,10 @@ class RadixAllocator(FreeListAllocator):
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
         return len(self._match(token_ids, root).block_ids) * self.block_size
 
+    def find_held(self, token_ids: Sequence[int], root: BlockHash, hashes: Sequence[BlockHash]) -> int:
+        match = self._match(token_ids, root)
+        return len(match.block_ids) - match.num_evictable
+
     def cached_hashes(self) -> Iterator[BlockHash]:
         return (block_hash for node in self.trie.nodes() for block_hash in node.hashes)
 

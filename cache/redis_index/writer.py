@@ -142,7 +142,8 @@ class IndexWriter:
 
         `held` is for the first of `Keys.sets`, with its `stops` if the member has ends; `others` are for the rest.
         """
-        replies = await self._transactions.ask(("TIME",))
+        failed: list[Command] = [("UNLINK", *self._set_keys)] if self._rewrite_failed else []  # else memory runs out
+        replies = await self._transactions.ask(("TIME",), *failed)
         if replies is None or not self._take_clock(replies[0]):
             return False
         self._old_sets.extend(self._set_keys)
@@ -151,11 +152,10 @@ class IndexWriter:
         self._rewrite_failed = True
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
         self._set_keys = self._keys.sets(self.member, self._set_version)
-        num_held = []
+        num_held = [len(entries) for entries in (held, *others)]
         for key, entries in zip(self._set_keys, (held, *others), strict=True):
             if not await self._fill(key, self._stored(key, entries, stops), ttl_ms):
                 return False
-            num_held.append(len(entries))
         state = self._state(load, num_held)
         unlink: list[Command] = [("UNLINK", *self._old_sets)] if self._old_sets else []
         replies = await self._transactions.run(

@@ -191,8 +191,6 @@ class Generation:
         if self.worker is None or not self.client_has_output:
             self.worker = placement.worker
             self.promised_tokens = placement.promised_tokens
-        if placement.source is not None:
-            self._services.metrics.planned_fetches.inc()
         self._numerics = placement.worker.numerics
 
     async def _recover_without_worker(self, error: NoWorkerError, full: Refusals, *, resumed: bool) -> None:
@@ -319,6 +317,7 @@ class Generation:
                 self._history.stage, metrics = Stage.PREFILLING, self._services.metrics
                 if self._history.has_answer:  # of a worker that was lost
                     (metrics.resumed if any(choice.output_ids for choice in self.choices) else metrics.restarted).inc()
+                metrics.planned_fetches.inc(by=placement.source is not None)
                 self._services.router.started(placement, frame.num_cached_tokens, frame.queue_s)
                 self.times.start(placement.prefill_tokens_per_s, frame.queue_s)
                 if self.num_cached_tokens is None or not self.num_output_tokens:

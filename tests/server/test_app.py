@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tests.server.conftest import ANSWER, bundle_of
 from tests.server.gateway_app import RunningGateway, gateway
-from tests.server.scripted_worker import ScriptedWorker
+from tests.server.scripted_worker import Refuse, ScriptedWorker, script_of
 from tests.server.sse_grammar import check_chat, check_completion, events
 from worker.wire import BlockSource, Frame, GenerateRequest, Started, TokenizerBundle
 
@@ -140,7 +140,9 @@ async def test_the_worker_gets_the_name_of_a_peer(worker: ScriptedWorker) -> Non
         target.router.source = BlockSource("http://peer:8000", "epoch-1", 7)
         await post(target.url, chat())
         assert [request.source for request in worker.received] == [None, target.router.source]
-        assert target.metrics.planned_fetches.sum() == 1
+        worker.behave = script_of(then=Refuse(400, "invalid_request", retryable=False))
+        assert (await post(target.url, chat()))[0] == 400
+        assert target.metrics.planned_fetches.sum() == 1, "a worker that refuses fetches nothing"
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

@@ -127,8 +127,7 @@ async def offer_chains(service: WorkerService, request: Request) -> Response:
         if num_hashes > MAX_BLOCKS or len(chains) == MAX_CHAINS:
             break
         chains.append(chain)
-    handover = Handover(member.url, member.epoch, exchange.layout, tuple(chains))
-    return Response(pack(handover), media_type=CONTENT_TYPE)
+    return Response(pack(Handover(member.url, member.epoch, exchange.layout, tuple(chains))), media_type=CONTENT_TYPE)
 
 
 async def adopt_chains(service: WorkerService, request: Request) -> Response:
@@ -137,8 +136,7 @@ async def adopt_chains(service: WorkerService, request: Request) -> Response:
     exchange, engine = exchange_for(service, handover.layout), service.engine
     epoch, end_s, num_adopted = engine.member.epoch, time.monotonic() + _ADOPT_S, 0
     for chain in handover.chains:
-        is_purged = engine.member.epoch != epoch
-        if is_purged or service.draining or time.monotonic() >= end_s:
+        if engine.member.epoch != epoch or service.draining or time.monotonic() >= end_s:
             break
         if chain.num_blocks > engine.load.num_free_blocks:
             continue

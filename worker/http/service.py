@@ -82,6 +82,8 @@ class WorkerService:
         """Start the engine, which has the sinks of this service, and take requests."""
         self._engine = engine
         engine.start()
+        if self.draining:  # asked for while it loaded
+            engine.drain()
 
     @property
     def engine(self) -> Engine:

@@ -113,15 +113,15 @@ async def warm_start(
         async with asyncio.timeout(begun_s + time_s - time.monotonic()):
             for start in range(0, len(plan), NUM_FETCHES):
                 await asyncio.gather(*(adopt(*move) for move in plan[start : start + NUM_FETCHES]))
-    took_s = time.monotonic() - begun_s
-    logger.info("warm start: %d blocks of %d peers in %.1f s", fetched.total(), len(chosen), took_s)
+    logger.info("warm start: %d blocks of %d peers in %.1f s", fetched.total(), len(chosen), time.monotonic() - begun_s)
     return fetched
 
 
 def has_purged(fetched: Counter[PeerEpoch], entries: Sequence[RegistryEntry]) -> bool:
     """Return whether a peer that gave blocks has begun another epoch: they may have been purged there."""
     epochs = dict(fetched.keys())
-    return any(epochs.get(entry.member.url, entry.member.epoch) != entry.member.epoch for entry in entries)
+    alive = (entry.member for entry in entries if entry.lease_left_s > 0)  # a dead one may have had the same URL
+    return any(epochs.get(member.url, member.epoch) != member.epoch for member in alive)
 
 
 def plan_chains(offers: Sequence[Handover], max_blocks: int) -> list[tuple[Handover, OfferedChain]]:

@@ -229,8 +229,9 @@ class BatchUsage:
         """Return the blocks that are missing for the sequence to be admitted."""
         if self.num_sequences == 0:
             return 0
-        num_wanted = self._allocator.num_blocks_for(len(sequence.token_ids))
-        num_wanted -= sequence.count_cached(self._allocator) // self._allocator.block_size
+        hashes = sequence.hash_blocks(self._allocator.block_size)
+        num_held = self._allocator.find_held(sequence.token_ids, sequence.root, hashes) if sequence.reuse else 0
+        num_wanted = self._allocator.num_blocks_for(len(sequence.token_ids)) - num_held
         watermark = int(self._limits.watermark * self._allocator.num_blocks)
         return watermark + num_wanted - (self._allocator.num_free_blocks - self._num_growth_blocks)
 

@@ -317,6 +317,30 @@ async def test_incomplete_rewrite_stays_in_doubt(redis_server: RedisServer, monk
         assert writer.in_doubt
 
 
+@pytest.mark.parametrize("refused", ["sadd", "hset"])
+async def test_failed_rewrites_leave_one_set_at_most(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """A Redis without memory must not fill with sets that no reader uses."""
+    writer = IndexWriter(own_redis.url, member(), WriterSettings(timeout_s=HANG_S, chunk=10, chunks_in_flight=1))
+    async with linked(writer):
+        real, num_sent = writer._transactions.run, 0
+
+        async def run(commands: list[Sequence[Argument]]) -> list[Reply] | None:
+            nonlocal num_sent
+            num_sent += 1
+            is_refused = num_sent % 3 == 0 if refused == "sadd" else commands[0][0] == "HSET"
+            return None if is_refused else await real(commands)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(writer._transactions, "run", run)
+            for _ in range(4):
+                assert not await writer.rewrite(entries(chain(40)), WorkerLoad())
+                assert own_redis.command("DBSIZE") == b":1\r\n"
+        assert await writer.rewrite(entries(chain(40)), WorkerLoad())
+        assert own_redis.command("KEYS", "*:b:*").count(b"epoch-of-w0") == 1
+
+
 def test_lease_after_a_clock_jump_is_in_doubt() -> None:
     writer = IndexWriter("redis://h:1", member())
     assert writer.in_doubt, "before the first rewrite"

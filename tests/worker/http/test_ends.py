@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +13,18 @@ from tests.worker.live_worker import LiveWorker
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import generate
 from worker.common.frames import FrameReader
+from worker.contracts.metrics import WorkerMetrics
+from worker.http.service import WorkerService
 from worker.scheduler.request import Constraint
 from worker.wire import Failed, GenerateRequest, Grammar
+
+
+def test_a_drain_while_the_model_loads_reaches_the_engine() -> None:
+    """Else the registry shows an idle worker that refuses every request."""
+    service, calls = WorkerService(WorkerMetrics()), list[str]()
+    service.drain()
+    service.start(SimpleNamespace(start=lambda: calls.append("start"), drain=lambda: calls.append("drain")))  # type: ignore[arg-type]
+    assert calls == ["start", "drain"]
 
 
 async def test_draining_lets_the_open_finish_and_refuses_the_new(worker: LiveWorker, runner: SlowRunner) -> None:

@@ -142,7 +142,8 @@ def test_another_epoch_of_a_peer_counts_as_a_purge(epochs: dict[str, str], purge
         RegistryEntry(make_member(url, url=url, epoch=epoch), WorkerLoad(), 0, {}, 0, 5.0, 0.0)
         for url, epoch in epochs.items()
     ]
-    assert has_purged(Counter({("http://a", "e1"): 3}), entries) is purged
+    dead = RegistryEntry(make_member("a-before", url="http://a", epoch="e0"), WorkerLoad(), 0, {}, 0, -5.0, 0.0)
+    assert has_purged(Counter({("http://a", "e1"): 3}), [*entries, dead]) is purged
 
 
 # --- over HTTP -----------------------------------------------------------------------------------------------------

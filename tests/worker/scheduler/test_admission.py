@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache.allocators import PrefixCache
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import HandEngine, generate
 
@@ -61,6 +63,24 @@ def test_admission_reserves_the_blocks_of_running_prefills() -> None:
     assert second.started_s is None
     engine.finish()
     assert engine.num_preempted == 0
+
+
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix"])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_cached_prefix_takes_free_blocks_unless_held(prefix_cache: PrefixCache, is_held: bool) -> None:
+    engine = HandEngine(31, watermark=0.0, max_num_seqs=4, max_num_batched_tokens=8, prefix_cache=prefix_cache)
+    holder = engine.submit(generate([1] * 48, 30 if is_held else 1))
+    while holder.first_token_s is None:
+        engine.step()
+    other = engine.submit(generate([2] * (20 if is_held else 56), 16))
+    while other.first_token_s is None:
+        engine.step()
+    later = engine.submit(generate([1] * 66, 2))
+    engine.step()  # 12 of its 17 blocks are cached, so it takes 5 of the free blocks, or 17
+    assert (later.started_s is not None) is is_held
+    engine.finish()
+    assert engine.num_preempted == 0
+    assert engine.answer(later).tokens[0] == answer([1] * 66, 100, 2)
 
 
 def test_a_burst_with_one_prefix_computes_it_once() -> None:
