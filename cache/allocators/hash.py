@@ -9,7 +9,7 @@ Source: vLLM v1, KVCacheManager and BlockPool.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Self, cast
 
 from cache.allocators.base import Allocation, Allocator
@@ -109,9 +109,6 @@ class HashAllocator(Allocator):
         if hashes is None:
             hashes = hash_chain(root, token_ids, self.block_size)
         return len(self.find_blocks(self._reusable(token_ids, hashes))) * self.block_size
-
-    def cached_hashes(self) -> Iterator[BlockHash]:
-        return iter(self._cached)  # parents first: a dict keeps its order, and a parent enters before its child
 
     def check_integrity(self) -> None:
         self._free.check_integrity()
