@@ -139,9 +139,7 @@ class WorkerConfig(SharedConfig):
         0, "draft tokens of a sequence in a step, looked up in its own text (default 0: none)", least=0
     )
     async_scheduling: bool = _batch(
-        True,
-        "on a GPU, launch a step only when the tokens of the step before are known",
-        flag="--no-async-scheduling",
+        True, "on a GPU, launch a step only when the tokens of the step before are known", flag="--no-async-scheduling"
     )
 
     def __post_init__(self) -> None:

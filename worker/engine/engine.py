@@ -173,11 +173,7 @@ class EngineCore:
         return PreparedParts(constraints, SamplerCache(value))
 
     def submit(
-        self,
-        key: RequestKey,
-        request: GenerateRequest,
-        prepared: PreparedParts,
-        steps: StepLog | None = None,
+        self, key: RequestKey, request: GenerateRequest, prepared: PreparedParts, steps: StepLog | None = None
     ) -> None:
         arrival_s = time.monotonic()
 

@@ -62,12 +62,7 @@ class LlamaDecoder:
     is_recordable = True
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        config: ModelConfig,
-        options: LoadOptions,
-        weights: Weights,
-        progress: Progress,
+        self, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, weights: Weights, progress: Progress
     ) -> None:
         """Load the weights. Raise ModelError."""
         self.config = config
