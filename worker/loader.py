@@ -73,7 +73,7 @@ class _LoadedParts:
         self.num_blocks = num_pool_blocks(config, model)
         pool_tokens = (self.num_blocks - 1) * config.block_size
         max_model_len = _max_model_len(config, model, pool_tokens)
-        self.limits = config.limits(max_model_len, default_step_tokens(model.device.type, model.options.dtype))
+        self.limits = config.limits(default_step_tokens(model.device.type, model.options.dtype))
         self.bundle = build_bundle(
             model,
             config.generation_config,
@@ -311,8 +311,7 @@ def num_pool_blocks(config: WorkerConfig, model: LoadedModel) -> int:
         num_bytes = int(_POOL_SHARE.get(device.type, 0.5) * free)
         num_bytes = min(num_bytes, _MAX_DEFAULT_POOL_BYTES.get(device.type, num_bytes))
         if device.type == "cuda":
-            step_tokens = default_step_tokens(device.type, model.options.dtype)
-            limits = config.limits(model.config.max_model_len, step_tokens)
+            limits = config.limits(default_step_tokens(device.type, model.options.dtype))
             needed = working_bytes(model.config, limits.max_step_tokens, limits.max_num_seqs, model.dtype)
             num_bytes = max(0, min(num_bytes, free - needed))
     num_blocks = num_blocks_that_fit(num_bytes, shape, config.block_size, model.dtype)

@@ -41,7 +41,7 @@ class EmbeddingEngine(HandEngine):
 
     def __init__(self, model: LoadedModel, pooling: Pooling, num_blocks: int = 800, **options: Any) -> None:
         runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=())
-        super().__init__(num_blocks, BLOCK_SIZE, runner=runner, pooling=pooling, max_model_len=512, **options)
+        super().__init__(num_blocks, BLOCK_SIZE, runner=runner, pooling=pooling, **options)
 
     def embed(self, texts: list[list[int]], dimensions: int | None = None) -> list[torch.Tensor]:
         requests = [self.submit(embed(text, dimensions)) for text in texts]

@@ -124,7 +124,7 @@ def make_engine(
 ) -> tuple[HandEngine, FaultyAttention]:
     runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=(), stream=stream)
     runner._attention = faulty = FaultyAttention(runner._attention)
-    limits = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "max_model_len": 256} | limits
+    limits = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8} | limits
     engine = HandEngine(num_blocks, BLOCK_SIZE, runner=runner, prefix_cache=prefix_cache, **limits)
     return engine, faulty
 
