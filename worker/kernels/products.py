@@ -41,18 +41,6 @@ class QuantisedWeight:
         return 8 if self.minima is None else 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Panels:
-    """A weight in panels, as `to_panels` or `to_quantised_panels` makes them."""
-
-    data: Tensor
-    """(number of panels, ...)"""
-    num_inputs: int
-    num_outputs: int
-    num_bits: int
-    """32, 8 or 4"""
-
-
 def to_panels(weight: Tensor, width: int) -> Tensor:
     """Lay a weight (out, in) out in panels of `width` outputs, (ceil(out / width), in, width), the last one padded."""
     num_outputs, num_inputs = weight.shape

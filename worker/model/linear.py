@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from worker.attention.base import ForwardBatch
 from worker.kernels.cpu import Kernels
-from worker.kernels.products import Panels, Product
+from worker.kernels.products import Product
 from worker.model.base import QuantisedTensor
 from worker.model.quantisation import decode, kind_of
 
@@ -92,14 +92,17 @@ class PanelLinear(Linear):
     does not depend on its neighbours. Many processes can map one file of panels.
     """
 
-    def __init__(self, kernels: Kernels, panels: Panels, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, kernels: Kernels, panels: Tensor, shape: tuple[int, int], num_bits: int, bias: Tensor | None = None
+    ) -> None:
+        """`panels`: of `to_panels` (32 bits) or `to_quantised_panels`; `shape` (out, in) is the weight's."""
         self._multiply = kernels.unlocked.multiply
-        self._num_outputs = panels.num_outputs
+        self._num_outputs, num_inputs = shape
         self._tensors = (panels, bias)  # the fields point into them
-        sizes = (panels.num_inputs, panels.num_outputs, panels.data[0].nbytes, panels.num_bits)
-        self._fields = Product(panels.data.data_ptr(), None if bias is None else bias.data_ptr(), *sizes)
+        sizes = (num_inputs, self._num_outputs, panels[0].nbytes, num_bits)
+        self._fields = Product(panels.data_ptr(), None if bias is None else bias.data_ptr(), *sizes)
         self._address = ctypes.addressof(self._fields)
-        self.weight_bytes = panels.data.nbytes
+        self.weight_bytes = panels.nbytes
 
     def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         return self._into(states.new_empty(states.shape[0], self._num_outputs), states, adds=False)
