@@ -12,7 +12,7 @@ import torch
 
 from tests.embedding_models import reference, write_qwen3, write_steps
 from tests.worker.scheduler.engine import HandEngine
-from worker.contracts.step import NonFiniteHidden
+from worker.contracts.step import NonFinite
 from worker.embedding import Pooling, find_pooling
 from worker.files.errors import UnsupportedModel
 from worker.model.load import LoadedModel, LoadOptions, load_model
@@ -147,7 +147,7 @@ def test_an_embedding_that_is_not_finite_fails(written: tuple[Any, LoadedModel])
         request = engine.submit(embed(TEXTS[0]))
         plan = engine.scheduler.schedule(1.0)
         assert plan is not None
-        with pytest.raises(NonFiniteHidden):
+        with pytest.raises(NonFinite):
             engine.runner.run(plan.step())
         assert engine.answer(request).embedding is None
     finally:
