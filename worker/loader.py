@@ -27,7 +27,7 @@ from worker.common.checks import check_kv_disk
 from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.proof import gateway_token
 from worker.config import WorkerConfig, default_step_tokens
-from worker.contracts.engine import EngineSinks, EventPublisher
+from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, StepCost
 from worker.contracts.step import Runner, SamplingRow, SequenceStep, Step
@@ -39,6 +39,7 @@ from worker.kv_transfer.transfers import KVTransfers
 from worker.model.config import LoadOptions, WeightForm
 from worker.model.dtype import choose_dtype
 from worker.model.load import LoadedModel, load_model
+from worker.publisher import PublisherInbox
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.scheduler import Scheduler
@@ -208,7 +209,7 @@ def _make_transfers(
     parts: _LoadedParts,
     allocator: Allocator,
     metrics: WorkerMetrics,
-    publisher: EventPublisher | None,
+    publisher: PublisherInbox | None,
     tls: ssl.SSLContext | None,
 ) -> KVTransfers | None:
     """Open the stores below the pool, and let blocks move. None: the allocator does not name blocks.
