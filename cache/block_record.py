@@ -33,12 +33,7 @@ _FORMAT_PERSON: Final = b"headstart-format"
 
 
 def layout_fingerprint(
-    *,
-    namespace: str,
-    files: str,
-    numerics: str,
-    dtype: str,
-    shape: tuple[int, int, int, int],
+    *, namespace: str, files: str, numerics: str, dtype: str, shape: tuple[int, int, int, int]
 ) -> bytes:
     """Return 16 bytes that are equal only if the bytes of a block mean the same KV.
 

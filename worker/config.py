@@ -139,9 +139,7 @@ class WorkerConfig(SharedConfig):
         0, "draft tokens of a sequence in a step, looked up in its own text (default 0: none)", least=0
     )
     async_scheduling: bool = _batch(
-        True,
-        "on a GPU, launch a step only when the tokens of the step before are known",
-        flag="--no-async-scheduling",
+        True, "on a GPU, launch a step only when the tokens of the step before are known", flag="--no-async-scheduling"
     )
 
     def __post_init__(self) -> None:
@@ -177,7 +175,7 @@ class WorkerConfig(SharedConfig):
         logger.warning("without a cluster secret this worker exchanges nothing with others: anybody could join in")
         return False
 
-    def limits(self, max_model_len: int, default_tokens: tuple[int, int | None]) -> BatchLimits:
+    def limits(self, default_tokens: tuple[int, int | None]) -> BatchLimits:
         """Return the scheduler's limits. `default_tokens` are those of `default_step_tokens`."""
         batched_tokens, solo_tokens = default_tokens
         max_num_batched_tokens = self.max_num_batched_tokens or max(batched_tokens, self.max_num_seqs)
@@ -187,7 +185,6 @@ class WorkerConfig(SharedConfig):
         options = asdict(self) | {
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_solo_prefill_tokens": solo,
-            "max_model_len": max_model_len,
             "await_prefixes": self.prefix_cache != "off",
         }
         return BatchLimits(

@@ -7,7 +7,6 @@ import os
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast
 
@@ -28,11 +27,11 @@ from worker.common.checks import check_kv_disk
 from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.proof import gateway_token
 from worker.config import WorkerConfig, default_step_tokens
-from worker.contracts.engine import EngineSinks, EventPublisher
+from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, StepCost
 from worker.contracts.step import Runner, SamplingRow, SequenceStep, Step
-from worker.embedding import Pooling, find_pooling
+from worker.embedding import find_pooling
 from worker.engine.engine import EngineCore
 from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
@@ -40,14 +39,14 @@ from worker.kv_transfer.transfers import KVTransfers
 from worker.model.config import LoadOptions, WeightForm
 from worker.model.dtype import choose_dtype
 from worker.model.load import LoadedModel, load_model
+from worker.publisher import PublisherInbox
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
 from worker.runner.model_runner import ModelRunner
-from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
 from worker.scheduler.step_objective import StepObjective
 from worker.tokenizer_bundle import build_bundle
-from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, TokenizerBundle
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +58,45 @@ _SLAB_BYTES: Final = 1 << 30
 _WARM_UP_TOKENS: Final = 256  # enough to measure the prefill rate, and a second or two on a slow processor
 
 
-@dataclass(frozen=True, slots=True)
 class _LoadedParts:
-    """The model, and what was measured and built from it, for `build_engine`."""
+    """The model, and what is measured and built from it, for `build_engine`."""
 
-    config: WorkerConfig
-    model: LoadedModel
-    runner: ModelRunner
-    num_blocks: int
-    bundle: TokenizerBundle
-    limits: BatchLimits
-    rate: PrefillRate
-    pooling: Pooling | None
+    def __init__(self, config: WorkerConfig, report: Callable[[str], None]) -> None:
+        """Load the model, size the pool, and measure the prefill rate."""
+        limit_onednn_cache()
+        torch.set_num_threads(config.threads or num_cores(config.local_world_size))
+        self.config = config
+        self.model = model = _load_model(config, report)
+        self.pooling = find_pooling(config.task, model.checkpoint.path)
+        if self.pooling is None and not model.has_head:
+            path = model.checkpoint.path
+            raise ValueError(f"{path} has no lm_head.weight: it can only make embeddings (--task embed)")
+        self.num_blocks = num_pool_blocks(config, model)
+        pool_tokens = (self.num_blocks - 1) * config.block_size
+        max_model_len = _max_model_len(config, model, pool_tokens)
+        self.limits = config.limits(default_step_tokens(model.device.type, model.options.dtype))
+        self.bundle = build_bundle(
+            model,
+            config.generation_config,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            name=config.served_model_name,
+            chat_template=config.chat_template,
+            template_kwargs=config.template_kwargs,
+        )
+        self.runner = ModelRunner(
+            model,
+            num_blocks=self.num_blocks,
+            block_size=config.block_size,
+            eos_token_ids=self.bundle.eos_token_ids,
+            max_num_seqs=self.limits.max_num_seqs,
+        )
+        report("measuring the prefill rate")
+        begun = thread_times()
+        num_tokens = min(_WARM_UP_TOKENS, self.limits.max_num_batched_tokens, pool_tokens)
+        self.rate = warm_up(self.runner, num_tokens, config.block_size)
+        if advice := busy_advice(begun):
+            report(f"WARNING: {advice}")
 
 
 def build_engine(
@@ -87,7 +113,7 @@ def build_engine(
     Raises ModelError, ValueError, OSError or torch's RuntimeError (out of memory).
     """
     sinks = sinks or EngineSinks()
-    parts = _load_parts(config, report)
+    parts = _LoadedParts(config, report)
     allocator = _make_allocator(parts)
     transfers = _make_transfers(parts, allocator, metrics, sinks.publisher, tls)
     speculation = None
@@ -124,42 +150,6 @@ def _step_objective(parts: _LoadedParts, report: Callable[[str], None]) -> StepO
             " prefills get one block a step next to decodes"
         )
     return objective
-
-
-def _load_parts(config: WorkerConfig, report: Callable[[str], None]) -> _LoadedParts:
-    """Load the model, size the pool, and measure the prefill rate."""
-    limit_onednn_cache()
-    torch.set_num_threads(config.threads or num_cores(config.local_world_size))
-    model = _load_model(config, report)
-    pooling = find_pooling(config.task, model.checkpoint.path)
-    if pooling is None and not model.has_head:
-        raise ValueError(f"{model.checkpoint.path} has no lm_head.weight: it can only make embeddings (--task embed)")
-    num_blocks = num_pool_blocks(config, model)
-    pool_tokens = (num_blocks - 1) * config.block_size
-    max_model_len = _max_model_len(config, model, pool_tokens)
-    limits = config.limits(max_model_len, default_step_tokens(model.device.type, model.options.dtype))
-    bundle = build_bundle(
-        model,
-        config.generation_config,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        chat_template=config.chat_template,
-    )
-    name = bundle.model if config.served_model_name is None else config.served_model_name
-    bundle = replace(bundle, model=name, template_kwargs=config.template_kwargs)
-    runner = ModelRunner(
-        model,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        eos_token_ids=bundle.eos_token_ids,
-        max_num_seqs=limits.max_num_seqs,
-    )
-    report("measuring the prefill rate")
-    begun = thread_times()
-    rate = warm_up(runner, min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, pool_tokens), config.block_size)
-    if advice := busy_advice(begun):
-        report(f"WARNING: {advice}")
-    return _LoadedParts(config, model, runner, num_blocks, bundle, limits, rate, pooling)
 
 
 def _load_model(config: WorkerConfig, report: Callable[[str], None]) -> LoadedModel:
@@ -219,7 +209,7 @@ def _make_transfers(
     parts: _LoadedParts,
     allocator: Allocator,
     metrics: WorkerMetrics,
-    publisher: EventPublisher | None,
+    publisher: PublisherInbox | None,
     tls: ssl.SSLContext | None,
 ) -> KVTransfers | None:
     """Open the stores below the pool, and let blocks move. None: the allocator does not name blocks.
@@ -322,8 +312,7 @@ def num_pool_blocks(config: WorkerConfig, model: LoadedModel) -> int:
         num_bytes = int(_POOL_SHARE.get(device.type, 0.5) * free)
         num_bytes = min(num_bytes, _MAX_DEFAULT_POOL_BYTES.get(device.type, num_bytes))
         if device.type == "cuda":
-            step_tokens = default_step_tokens(device.type, model.options.dtype)
-            limits = config.limits(model.config.max_model_len, step_tokens)
+            limits = config.limits(default_step_tokens(device.type, model.options.dtype))
             needed = working_bytes(model.config, limits.max_step_tokens, limits.max_num_seqs, model.dtype)
             num_bytes = max(0, min(num_bytes, free - needed))
     num_blocks = num_blocks_that_fit(num_bytes, shape, config.block_size, model.dtype)

@@ -112,22 +112,28 @@ class Changes:
 
 
 class PublisherInbox:
-    """`worker.contracts.engine.EventPublisher` for a Publisher that takes the items in its event loop."""
+    """Takes an engine's cache events and load for a Publisher. Any thread may call it; it never blocks."""
 
     def __init__(self) -> None:
-        """Call it in that event loop."""
+        """Call it in the publisher's event loop."""
         self.items: deque[_Item] = deque()
         self.wake = asyncio.Event()
         """Set when items have come."""
         self._loop = asyncio.get_running_loop()
 
     def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
+        """Take the events since the last call, in order, and the current load."""
         self._put((None, events, load))
 
     def offer_tier(self, tier: Tier, events: Sequence[BlockEvent]) -> None:
+        """Take the events of a store below the pool since the last call, in order.
+
+        From any thread, but never while another one clears the stores and calls `begin_epoch`.
+        """
         self._put((tier, events, None))
 
     def begin_epoch(self, member: WorkerMember) -> None:
+        """The cache is empty, and the worker is `member` with a new epoch. Earlier events belong to the old one."""
         self._put(member)
 
     def _put(self, item: _Item) -> None:

@@ -6,7 +6,7 @@ GGUF files hold a vocabulary and merges; for byte-level BPE families they become
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from gguf import TokenType
@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from worker.files.errors import CheckpointError, UnsupportedModel
 from worker.files.generation_config import gguf_defaults, sampling_defaults
-from worker.files.tokenizer_files import bundle_of_folder, canonical_json, fingerprint
+from worker.files.tokenizer_files import canonical_json, fields_of_folder, fingerprint
 from worker.model.gguf import GGUFCheckpoint, Metadata
 from worker.model.load import LoadedModel
 from worker.wire import TokenizerBundle
@@ -52,37 +52,34 @@ def build_bundle(
     *,
     block_size: int,
     max_model_len: int,
+    name: str | None = None,
     chat_template: str | None = None,
+    template_kwargs: bytes = b"{}",
 ) -> TokenizerBundle:
-    """`chat_template`: the operator's.
+    """`name`, `chat_template` and `template_kwargs`: the operator's.
 
     Raise ModelError if the checkpoint has no tokenizer for `tokenizers`, or invalid sampling defaults.
     """
     checkpoint = model.checkpoint
     if isinstance(checkpoint, GGUFCheckpoint):
-        bundle = bundle_of_gguf(checkpoint, block_size=block_size, max_model_len=max_model_len)
+        fields = _from_gguf(checkpoint.metadata)
         defaults = gguf_defaults(generation_config, checkpoint.metadata, checkpoint.path)
     else:
-        bundle = bundle_of_folder(
-            checkpoint.path, model=checkpoint.name, revision="", block_size=block_size, max_model_len=max_model_len
-        )
+        fields = fields_of_folder(checkpoint.path)
         defaults = sampling_defaults(generation_config, checkpoint.path)
+    digest = fingerprint(*fields.values())
     if chat_template is not None:
-        digest = fingerprint(bundle.fingerprint.encode(), chat_template)
-        bundle = replace(bundle, chat_template=chat_template, tool_template=None, fingerprint=digest)
-    return replace(bundle, revision=checkpoint.revision, vocab_size=model.config.vocab_size, sampling_defaults=defaults)
-
-
-def bundle_of_gguf(checkpoint: GGUFCheckpoint, *, block_size: int, max_model_len: int) -> TokenizerBundle:
-    """Build the bundle of a GGUF file, without its weights. Raise ModelError."""
-    fields = _from_gguf(checkpoint.metadata)
+        digest = fingerprint(digest.encode(), chat_template)
+        fields |= {"chat_template": chat_template, "tool_template": None}
     return TokenizerBundle(
-        fingerprint=fingerprint(*fields.values()),
-        model=checkpoint.name,
-        revision="",
-        vocab_size=len(checkpoint.metadata["tokenizer.ggml.tokens"]),
+        fingerprint=digest,
+        model=checkpoint.name if name is None else name,
+        revision=checkpoint.revision,
+        vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
         block_size=block_size,
+        sampling_defaults=defaults,
+        template_kwargs=template_kwargs,
         **fields,
     )
 

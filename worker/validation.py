@@ -12,7 +12,6 @@ from worker.wire import Failed, GenerateRequest, too_many_ids
 def refusal(
     request: GenerateRequest,
     member: WorkerMember,
-    max_model_len: int,
     pool_tokens: int,
     vocab_size: int,
     max_total_tokens: int | None = None,
@@ -26,7 +25,11 @@ def refusal(
         return Failed("unsupported", message, retryable=True)
     if (problem := _embed_problem(request, member.embedding_size)) is not None:
         return Failed("invalid_request", problem, retryable=False)
-    limits = {"the context": max_model_len, "the KV pool": pool_tokens, "max_batch_total_tokens": max_total_tokens}
+    limits = {
+        "the context": member.max_model_len,
+        "the KV pool": pool_tokens,
+        "max_batch_total_tokens": max_total_tokens,
+    }
     if (problem := next(_problems(request, vocab_size), None)) is not None:
         return Failed("invalid_request", problem, retryable=False)
     problem = _length_problem(request, limits)

@@ -71,7 +71,6 @@ class Engine:
         limits = BatchLimits(
             max_num_batched_tokens=chunk_tokens or batched,
             max_solo_prefill_tokens=solo if chunk_tokens is None else None,
-            max_model_len=model.config.max_model_len,
         )
         allocator = make_allocator("hash", num_blocks, block_size)
         self._scheduler = Scheduler(allocator, limits, (), speculation, objective=objective)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -114,10 +114,6 @@ class Allocator(ABC):
         """Return the copies that the engine owes since the last call, in order."""
         copies, self._owed_copies = self._owed_copies, []
         return copies
-
-    def cached_hashes(self) -> Iterator[BlockHash]:
-        """Return every findable hash, parents before children; for tests."""
-        return iter(())
 
     def reset(self) -> bool:
         """Forget everything cached, and the events so far. False, and nothing changed, while any allocation lives."""

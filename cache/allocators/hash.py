@@ -9,7 +9,7 @@ Source: vLLM v1, KVCacheManager and BlockPool.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Self, cast
 
 from cache.allocators.base import Allocation, Allocator
@@ -111,9 +111,6 @@ class HashAllocator(Allocator):
 
     def find_held(self, token_ids: Sequence[int], root: BlockHash, hashes: Sequence[BlockHash]) -> int:
         return sum(self._refs[block_id] > 0 for block_id in self.find_blocks(self._reusable(token_ids, hashes)))
-
-    def cached_hashes(self) -> Iterator[BlockHash]:
-        return iter(self._cached)  # parents first: a dict keeps its order, and a parent enters before its child
 
     def check_integrity(self) -> None:
         self._free.check_integrity()

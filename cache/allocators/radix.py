@@ -6,7 +6,7 @@ An allocation that cannot fit evicts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from cache.allocators.base import Allocation
@@ -45,9 +45,6 @@ class RadixAllocator(FreeListAllocator):
     def find_held(self, token_ids: Sequence[int], root: BlockHash, hashes: Sequence[BlockHash]) -> int:
         match = self._match(token_ids, root)
         return len(match.block_ids) - match.num_evictable
-
-    def cached_hashes(self) -> Iterator[BlockHash]:
-        return (block_hash for node in self.trie.nodes() for block_hash in node.hashes)
 
     def check_integrity(self) -> None:
         live = [allocation for allocation in self._live if isinstance(allocation, RadixAllocation)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from cache.events import BlockEvent
@@ -128,11 +128,6 @@ class BlockStore(ABC):
         with self._lock:
             self._closed = True
             self._forget_all()
-
-    def cached_hashes(self) -> Iterator[BlockHash]:
-        """Return every hash held, parents before children; for tests."""
-        with self._lock:
-            return iter(list(self._chains))
 
     def take_events(self) -> list[BlockEvent]:
         """Return the events since the last call, in order. The blocks found at the start are Stored."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cache.events import BlockEvent, Removed, Stored
@@ -43,10 +43,6 @@ class ChainLRU:
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._blocks
-
-    def __iter__(self) -> Iterator[BlockHash]:
-        """Return the hashes held, parents before children."""
-        return iter(self._blocks)
 
     def get(self, block_hash: BlockHash) -> HeldBlock | None:
         return self._blocks.get(block_hash)

@@ -29,6 +29,7 @@ from cache.events import Removed, Stored
 from cache.hashing import Namespace, hash_chain
 from cache.types import BlockHash
 from tests.block_events import replay
+from tests.cache.held import cached_hashes
 
 TENANTS = tuple(Namespace("model", "main", "tokenizer", 1).root(salt=salt) for salt in (b"a", b"b"))
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
@@ -166,7 +167,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         num_free = allocator.num_free_blocks
         assert num_free + len(in_use) == allocator.num_blocks - 1, "a sequence holds blocks beyond its table"
         self.replay_events()
-        held = list(allocator.cached_hashes())
+        held = cached_hashes(allocator)
         assert len(held) == len(set(held)) == allocator.stats().num_cached_blocks
         assert self.published == set(held), "the events do not rebuild the map"
         assert self.published <= self.written, "findable, but not written"
@@ -185,7 +186,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.check_integrity()
         assert self.allocator.num_free_blocks == self.allocator.num_blocks - 1
         assert self.allocator.reset()
-        assert list(self.allocator.cached_hashes()) == []
+        assert cached_hashes(self.allocator) == []
 
     def draw_prompt(self, data: st.DataObject) -> list[int]:
         """Draw a new prompt, or the next turn of an earlier one."""
@@ -240,7 +241,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.kind == "radix" or sequence.allocation.block_table == table, "a commit changed a table"
         sequence.num_computed = stop
         chain = hash_chain(sequence.tenant, sequence.tokens[:stop], self.allocator.block_size)
-        findable = set(self.allocator.cached_hashes())
+        findable = set(cached_hashes(self.allocator))
         assert findable.issuperset(chain) if self.kind != "off" else not findable, "a commit makes full blocks findable"
         self.parents.update(zip(chain, [sequence.tenant, *chain], strict=False))
         self.written.update(chain)
@@ -283,7 +284,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         if isinstance(allocator, HashAllocator):
             order = list(allocator._free)
         tables = [list(sequence.allocation.block_table) for sequence in self.running]
-        return allocator.stats(), list(allocator.cached_hashes()), tables, order
+        return allocator.stats(), cached_hashes(allocator), tables, order
 
 
 class HashMachine(AllocatorMachine):

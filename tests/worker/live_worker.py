@@ -95,8 +95,8 @@ async def live_worker(
     metrics = WorkerMetrics()
     service = WorkerService(metrics, queue_limits=queue_limits)
     allocator = make_allocator("hash", num_blocks, block_size)
-    batch_limits = BatchLimits(**{"max_model_len": bundle.max_model_len, **limits})
-    member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, 512, 1)
+    batch_limits = BatchLimits(**limits)
+    member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, bundle.max_model_len, 1)
     transfers = make_transfers(allocator)
     fetcher = None if transfers is None else transfers.fetches
     scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids, fetcher=fetcher)

@@ -35,11 +35,10 @@ def test_every_option_reaches_the_config() -> None:
         ]
     )
     assert (config.model, config.port, config.num_blocks, config.prefix_cache) == ("m", 0, 7, "radix")
-    limits = config.limits(99, (2, None))
+    limits = config.limits((2, None))
     assert (limits.waiting_served_ratio, limits.max_waiting_tokens) == (1.2, 9)
     assert (limits.max_batch_prefill_tokens, limits.max_batch_total_tokens) == (11, 12)
     assert limits.max_num_batched_tokens == 3  # a token for every running choice
-    assert limits.max_model_len == 99
     assert config.drain_grace_s == 1.5
 
 
@@ -48,16 +47,16 @@ def test_defaults_are_those_of_the_dataclass() -> None:
 
 
 def test_solo_prefill_tokens_default_to_the_device() -> None:
-    defaults = (9, (128, 2048))
-    assert WorkerConfig().limits(*defaults).max_solo_prefill_tokens == 2048
-    assert WorkerConfig(max_num_batched_tokens=64).limits(*defaults).max_solo_prefill_tokens is None
-    assert WorkerConfig().limits(9, (128, None)).max_solo_prefill_tokens is None
+    defaults = (128, 2048)
+    assert WorkerConfig().limits(defaults).max_solo_prefill_tokens == 2048
+    assert WorkerConfig(max_num_batched_tokens=64).limits(defaults).max_solo_prefill_tokens is None
+    assert WorkerConfig().limits((128, None)).max_solo_prefill_tokens is None
 
 
 def test_waiting_for_a_prefix_needs_a_prefix_cache() -> None:
-    assert WorkerConfig().limits(9, (64, None)).await_prefixes
+    assert WorkerConfig().limits((64, None)).await_prefixes
     off = WorkerConfig(prefix_cache="off")
-    assert not off.limits(9, (64, None)).await_prefixes
+    assert not off.limits((64, None)).await_prefixes
 
 
 @pytest.mark.parametrize(("text", "expected"), [("512", 512), ("2K", 2048), ("1.5G", 3 << 29), ("4GiB", 4 << 30)])

@@ -12,7 +12,7 @@ import torch
 
 from tests.embedding_models import reference, write_qwen3, write_steps
 from tests.worker.scheduler.engine import HandEngine
-from worker.contracts.step import NonFiniteHidden
+from worker.contracts.step import NonFinite
 from worker.embedding import Pooling, find_pooling
 from worker.files.errors import UnsupportedModel
 from worker.model.load import LoadedModel, LoadOptions, load_model
@@ -41,7 +41,7 @@ class EmbeddingEngine(HandEngine):
 
     def __init__(self, model: LoadedModel, pooling: Pooling, num_blocks: int = 800, **options: Any) -> None:
         runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=())
-        super().__init__(num_blocks, BLOCK_SIZE, runner=runner, pooling=pooling, max_model_len=512, **options)
+        super().__init__(num_blocks, BLOCK_SIZE, runner=runner, pooling=pooling, **options)
 
     def embed(self, texts: list[list[int]], dimensions: int | None = None) -> list[torch.Tensor]:
         requests = [self.submit(embed(text, dimensions)) for text in texts]
@@ -147,7 +147,7 @@ def test_an_embedding_that_is_not_finite_fails(written: tuple[Any, LoadedModel])
         request = engine.submit(embed(TEXTS[0]))
         plan = engine.scheduler.schedule(1.0)
         assert plan is not None
-        with pytest.raises(NonFiniteHidden):
+        with pytest.raises(NonFinite):
             engine.runner.run(plan.step())
         assert engine.answer(request).embedding is None
     finally:

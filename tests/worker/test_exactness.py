@@ -44,7 +44,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def engine(model: LoadedModel, num_blocks: int = 400, **options) -> HandEngine:
     runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=())
-    return HandEngine(num_blocks, BLOCK_SIZE, runner=runner, max_model_len=256, **options)
+    return HandEngine(num_blocks, BLOCK_SIZE, runner=runner, **options)
 
 
 def run(engine: HandEngine, wires) -> list[dict[int, list[int]]]:

@@ -22,8 +22,7 @@ from tests.worker.device_streams import LateStream
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.attention.base import ForwardBatch
-from worker.attention.kv_cache import NonFiniteKV
-from worker.contracts.step import NonFiniteLogits, SequenceStep, Step
+from worker.contracts.step import NonFinite, SequenceStep, Step
 from worker.kernels.device import DeviceStream
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
@@ -124,7 +123,7 @@ def make_engine(
 ) -> tuple[HandEngine, FaultyAttention]:
     runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, eos_token_ids=(), stream=stream)
     runner._attention = faulty = FaultyAttention(runner._attention)
-    limits = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "max_model_len": 256} | limits
+    limits = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8} | limits
     engine = HandEngine(num_blocks, BLOCK_SIZE, runner=runner, prefix_cache=prefix_cache, **limits)
     return engine, faulty
 
@@ -207,7 +206,7 @@ def test_a_step_that_samples_nothing_is_checked(models: dict[str, LoadedModel], 
         runner._attention, [Fault(lambda step, position: position == 9, "value", 1, INF)]
     )
     parts = [SequenceStep(PROMPT[8:11], 8, table, range(4 * table[2], 4 * table[2] + 3)) for table in tables]
-    with pytest.raises(NonFiniteKV):
+    with pytest.raises(NonFinite):
         runner.run(Step(parts))
     for pool, was in zip((*runner.cache.keys, *runner.cache.values), before, strict=True):
         assert torch.equal(pool, was)
@@ -252,7 +251,7 @@ def test_logits_of_minus_infinity_are_blamed_on_the_model(folder: Path) -> None:
     request = engine.submit(generate([1, 2, 3]))
     plan = engine.scheduler.schedule(1.0)
     assert plan is not None
-    with pytest.raises(NonFiniteLogits):
+    with pytest.raises(NonFinite):
         runner.run(plan.step())
     assert request.started_s is not None
 

@@ -85,7 +85,6 @@ def run(
         async_scheduling=async_scheduling,
         max_num_seqs=24,
         max_num_batched_tokens=64,
-        max_model_len=400,
         watermark=0.0,
     )
     compiler = GrammarCompiler(build_bundle(model, block_size=BLOCK_SIZE, max_model_len=400), compile_timeout_s=HANG_S)

@@ -20,12 +20,12 @@ def problem(request: GenerateRequest, limits: BatchLimits, pool_tokens: int) -> 
     except WireError as error:
         return str(error)
     total = limits.max_batch_total_tokens
-    refused = refusal(received, make_member(), limits.max_model_len, pool_tokens, 50, total)
+    refused = refusal(received, make_member(max_model_len=100), pool_tokens, 50, total)
     return None if refused is None else refused.message
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
-    limits = BatchLimits(max_model_len=100)
+    limits = BatchLimits()
 
     def message(wire, pool_tokens=80):
         return problem(wire, limits, pool_tokens)
@@ -82,7 +82,7 @@ def test_numbers_out_of_range_are_refused(name: str, value: object) -> None:
         request = replace(request, **{name: value})
     else:
         request = replace(request, sampling=replace(request.sampling, **{name: value}))
-    message = problem(request, BatchLimits(max_model_len=100), 80)
+    message = problem(request, BatchLimits(), 80)
     assert message is not None
     assert name in message
     assert len(message) < 200
@@ -96,7 +96,7 @@ def test_lists_are_bounded_together_and_times_the_choices() -> None:
     def refused(n: int, num_allowed: int, num_biased: int) -> str | None:
         biases = tuple((token, 0.5) for token in whole[:num_biased])
         wire = generate([1], 4, n, logit_bias=biases, allowed_token_ids=whole[:num_allowed])
-        failed = refusal(wire, make_member(), 4096, 1000, vocab_size)
+        failed = refusal(wire, make_member(), 1000, vocab_size)
         return None if failed is None else failed.message
 
     assert refused(128, vocab_size, vocab_size) is None
@@ -109,7 +109,7 @@ def test_lists_are_bounded_together_and_times_the_choices() -> None:
 def test_choices_out_of_range_are_refused() -> None:
     def refused(index: int, seed: int) -> bool:
         request = replace(generate([1, 2], 4), choices=(ChoiceState(index, seed),))
-        return problem(request, BatchLimits(max_model_len=100), 80) is not None
+        return problem(request, BatchLimits(), 80) is not None
 
     assert not any(refused(*choice) for choice in ((2**32 - 1, 1), (0, 2**64 - 1), (0, -(2**63))))
     assert all(refused(*choice) for choice in ((2**32, 1), (-1, 1)))
@@ -134,5 +134,5 @@ def test_a_worker_does_its_own_task_alone(
 ) -> None:
     request = replace(generate([1, 2], **{"max_tokens": 0, **fields}), embed=embed)
     member = make_member(capabilities=(EMBEDDINGS if size else TOKENS,), embedding_size=size)
-    refused = refusal(request, member, 100, 80, 50)
+    refused = refusal(request, member, 80, 50)
     assert problem == (None if refused is None else refused.message.partition(":")[0])

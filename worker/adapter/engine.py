@@ -149,7 +149,7 @@ class AdapterEngine:
         if self._health.problem is not None:
             return Failed("not_ready", self._health.problem, retryable=True)
         pool_tokens = self.load.num_blocks * self.member.block_size or self.bundle.max_model_len
-        return refusal(request, self.member, self.bundle.max_model_len, pool_tokens, self.bundle.vocab_size)
+        return refusal(request, self.member, pool_tokens, self.bundle.vocab_size)
 
     async def render(self, call: bytes) -> bytes:
         asked = unpack(call, EngineCall)

@@ -23,10 +23,6 @@ _CHECKED_BYTES: Final = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Written entries that are checked at a time: within a CPU's cache, and with few launches on a GPU."""
 
 
-class NonFiniteKV(RuntimeError):
-    """A step has written or read keys or values that are NaN or infinite."""
-
-
 def _zeroed_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return pages that the kernel zeroes at their first use: to write gigabytes would delay every start."""
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -8,7 +8,6 @@ import torch
 
 from worker.attention.base import Attention, AttentionShape
 from worker.attention.batch_invariant import InvariantAttention
-from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.tiled_paged import TiledPagedAttention
 from worker.attention.torch_paged import TorchPagedAttention
@@ -23,9 +22,8 @@ def select_attention(shape: AttentionShape, cache: KVCache, *, deterministic: bo
     Raises RuntimeError on CUDA without xformers: a GPU must not run slow code unnoticed.
     """
     if (kernels := attention_for(cache.dtype, cache.device, shape.head_dim)) is not None:
-        if cache.dtype == torch.bfloat16 and has_amx() and not deterministic:
-            return CompiledPagedAttention(shape, cache, kernels)
-        return TiledPagedAttention(shape, cache, kernels, is_deterministic=deterministic)
+        in_torch = cache.dtype == torch.bfloat16 and has_amx() and not deterministic
+        return TiledPagedAttention(shape, cache, kernels, is_deterministic=deterministic, chunks_in_torch=in_torch)
     if deterministic:
         return InvariantAttention(shape, cache)
     if cache.device.type != "cuda":

@@ -93,12 +93,9 @@ class TorchPagedAttention:
         num_gathered = [span.stop - low // size * size for span, low in zip(spans[:num_decodes], lows, strict=True)]
         groups = _group_by_length(num_gathered)
         decodes = tuple(self._plan_group(spans[start:stop], lows[start:stop], start) for start, stop in groups)
-        return PagedPlan(decodes, self._plan_chunks(spans, num_decodes, window))
-
-    def _plan_chunks(self, spans: Sequence[Span], num_decodes: int, window: int | None) -> tuple[_Chunk, ...]:
         firsts = accumulate((span.num_tokens for span in spans), initial=0)
         placed = list(zip(spans, firsts, strict=False))[num_decodes:]
-        return tuple(self._plan_chunk(span, first, window) for span, first in placed)
+        return PagedPlan(decodes, tuple(self._plan_chunk(span, first, window) for span, first in placed))
 
     def _plan_group(self, spans: Sequence[Span], lows: Sequence[int], first: int) -> _DecodeGroup:
         """Plan decodes that see keys low..stop-1 each."""
@@ -160,13 +157,7 @@ class TorchPagedAttention:
                 prefix = self._prefix(layer, chunk)
                 keys, values = torch.cat((prefix[0], keys), dim=2), torch.cat((prefix[1], values), dim=2)
             out = functional.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                attn_mask=chunk.mask,
-                is_causal=chunk.mask is None,
-                scale=scale,
-                enable_gqa=True,
+                queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=scale, enable_gqa=True
             )
         return show_nonfinite(out.squeeze(0).transpose(0, 1).flatten(1), query[rows])
 

@@ -15,34 +15,23 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_positions: Final = msgspec.msgpack.Decoder(list[TokenLogprobs | None]).decode
 
 
-class PackedPositions(Sequence[TokenLogprobs | None]):
+class PackedPositions:
     """The positions of all PromptLogprobs of a prompt as msgpack: objects take ten times the memory."""
 
-    __slots__ = ("_len", "_parts")
+    __slots__ = ("_parts",)
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
-        self._len = 0
 
     def add(self, positions: Sequence[TokenLogprobs | None]) -> None:
         """Add the positions of a frame. Those that begin with None, for the first token, replace what is there."""
         if positions and positions[0] is None:
-            self._parts, self._len = [], 0
+            self._parts = []
         self._parts.append(_encode(positions))
-        self._len += len(positions)
-
-    def __len__(self) -> int:
-        return self._len
 
     def __iter__(self) -> Iterator[TokenLogprobs | None]:
         for part in self._parts:
             yield from _decode_positions(part)
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
 
 
 class FrameReader:

@@ -5,15 +5,15 @@ Another engine, such as an adapter next to a vLLM server, serves this worker's H
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, Protocol
 
-from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
-from cache.types import Epoch, Tier
+from cache.types import Epoch
 from worker.contracts.exchange import BlockExchange
+from worker.publisher import PublisherInbox
 from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle
 
 if TYPE_CHECKING:
@@ -109,22 +109,6 @@ class StepLog:
     num_cached_tokens: int = 0
 
 
-class EventPublisher(Protocol):
-    """Receives the engine's cache events and load, as the publisher does. Any thread may call it; it never blocks."""
-
-    def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
-        """Take the events since the last call, in order, and the current load."""
-
-    def offer_tier(self, tier: Tier, events: Sequence[BlockEvent]) -> None:
-        """Take the events of a store below the pool since the last call, in order.
-
-        From any thread, but never while another one clears the stores and calls `begin_epoch`.
-        """
-
-    def begin_epoch(self, member: WorkerMember) -> None:
-        """The cache is empty, and the worker is `member` with a new epoch. Earlier events belong to the old one."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineSinks:
     """Where an engine sends what it makes. Any thread may call them; all return at once."""
@@ -132,7 +116,7 @@ class EngineSinks:
     deliver: Callable[[list[EngineOutput]], object] = lambda outputs: None
     """Takes outputs. Never called after `on_death`."""
     on_death: Callable[[BaseException], object] = lambda error: None
-    publisher: EventPublisher | None = None
+    publisher: PublisherInbox | None = None
     """Takes cache events and load. None: the worker has no index."""
 
 

@@ -30,11 +30,8 @@ class Mailbox:
         if error is not None and refuse is not None:
             refuse(error)
 
-    def call(self, function: Callable[[], T], *, before: Callable[[], object] | None = None) -> Future[T]:
-        """Queue a call whose result or exception goes to the future, which always ends.
-
-        `before` runs first, and its exception also ends the engine. A cancelled future skips the call.
-        """
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Queue a call whose result or exception goes to the future, which always ends. If cancelled, it is skipped."""
         future: Future[T] = Future()
 
         def fail(error: BaseException) -> None:
@@ -42,12 +39,6 @@ class Mailbox:
                 future.set_exception(error)
 
         def run() -> None:
-            try:
-                if before is not None:
-                    before()
-            except BaseException as error:
-                fail(error)
-                raise
             if not future.set_running_or_notify_cancel():
                 return
             try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, NewType, NoReturn, Protocol, TypeVar
+from typing import Generic, Literal, NewType, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -142,43 +142,22 @@ class SequenceResult:
     """(hidden_size,) float64"""
 
 
-class StepTimes(NamedTuple):
-    """The parts of a step on its device. They do not overlap those of other steps."""
-
-    forward_s: float
-    """From its inputs to the logits."""
-    sample_s: float
-    """From the logits to its end."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The result of a step."""
 
     sequences: list[SequenceResult]
     """One for each sequence of the step, in order."""
-    times: StepTimes | None = None
-    """None: not measured."""
+    times: Sequence[float] | None = None
+    """Seconds on its device up to the logits, and after them, without those of other steps. None: not measured."""
 
 
-class SamplingError(RuntimeError):
-    """No token can be sampled from these `rows` of the logits."""
-
-    def __init__(self, message: str, rows: Sequence[int]) -> None:
-        super().__init__(message)
-        self.rows = tuple(rows)
+class NoTokenLeft(RuntimeError):
+    """A request's own limits forbid every token."""
 
 
-class NoTokenLeft(SamplingError):
-    """The request's own limits forbid every token."""
-
-
-class NonFiniteLogits(SamplingError):
-    """The model's output is not finite."""
-
-
-class NonFiniteHidden(RuntimeError):
-    """A hidden state that was asked for is not finite."""
+class NonFinite(RuntimeError):
+    """Keys, values, hidden states or logits of the step are not finite."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,15 +149,8 @@ class EngineCore:
     def refusal(self, request: GenerateRequest) -> Failed | None:
         allocator = self._scheduler.allocator
         pool_tokens = (allocator.num_blocks - 1) * allocator.block_size
-        limits = self._scheduler.limits
-        return refusal(
-            request,
-            self.member,
-            limits.max_model_len,
-            pool_tokens,
-            self.bundle.vocab_size,
-            limits.max_batch_total_tokens,
-        )
+        max_total_tokens = self._scheduler.limits.max_batch_total_tokens
+        return refusal(request, self.member, pool_tokens, self.bundle.vocab_size, max_total_tokens)
 
     async def render(self, call: bytes) -> bytes:
         raise RefusedError(Failed("unsupported", "this engine has no API of its own", retryable=True))
@@ -173,11 +166,7 @@ class EngineCore:
         return PreparedParts(constraints, SamplerCache(value))
 
     def submit(
-        self,
-        key: RequestKey,
-        request: GenerateRequest,
-        prepared: PreparedParts,
-        steps: StepLog | None = None,
+        self, key: RequestKey, request: GenerateRequest, prepared: PreparedParts, steps: StepLog | None = None
     ) -> None:
         arrival_s = time.monotonic()
 
@@ -245,11 +234,13 @@ class EngineCore:
             self._reporter.begin_epoch(self.member)
             return self.member.epoch
 
-        return self.mailbox.call(empty_pool, before=self._in_flight.process_all)
+        self.mailbox.put(self._in_flight.process_all)  # no command launches a step: none is in flight at the next one
+        return self.mailbox.call(empty_pool)
 
     def probe(self) -> Future[None]:
         """Compute one token now, ahead of the queue. The future fails when the device does."""
-        return self.mailbox.call(self._in_flight.probe, before=self._in_flight.process_all)
+        self.mailbox.put(self._in_flight.process_all)
+        return self.mailbox.call(self._in_flight.probe)
 
     def debug_state(self) -> Future[dict[str, Any]]:
         return self.mailbox.call(lambda: debug_state(self._scheduler))

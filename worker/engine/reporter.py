@@ -16,10 +16,10 @@ from typing import Any, Final
 from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import GatewayId
-from worker.contracts.engine import EventPublisher
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, StartInterval
 from worker.kv_transfer.transfers import KVTransfers
+from worker.publisher import PublisherInbox
 from worker.scheduler.admission import num_growth_blocks
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, TokenSequence
@@ -36,7 +36,7 @@ class Reporter:
     rate: PrefillRate
     _metrics: WorkerMetrics
     _transfers: KVTransfers | None = None
-    _publisher: EventPublisher | None = None
+    _publisher: PublisherInbox | None = None
     starts: StartInterval = field(default_factory=StartInterval, init=False)
     draining: bool = field(default=False, init=False)
     """Report as draining. Any thread may set it."""

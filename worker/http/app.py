@@ -39,14 +39,7 @@ from worker.contracts.engine import EngineDeadError, RefusedError
 from worker.http.blocks import BlocksEndpoint, adopt_chains, offer_chains
 from worker.http.service import WorkerService
 from worker.http.streams import disconnected, read_body
-from worker.wire import (
-    CONTENT_TYPE,
-    Failed,
-    ProtocolError,
-    WireError,
-    pack,
-    unpack_request,
-)
+from worker.wire import CONTENT_TYPE, Failed, ProtocolError, WireError, pack, unpack_request
 
 STATUS_OF: Final = {
     "invalid_request": 400,

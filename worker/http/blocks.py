@@ -42,18 +42,17 @@ _ADOPT_S: Final = 10.0
 _HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
 
 
-def exchange_for(service: WorkerService, layout: str) -> BlockExchange:
-    """Return the engine's exchange with a peer whose blocks have this layout. Raises RefusedError."""
+def exchange_for(service: WorkerService, layout: str, epoch: str | None = None) -> BlockExchange:
+    """Return the engine's exchange with a peer whose blocks have this layout. Raises RefusedError.
+
+    `epoch`: the one that the peer asks for.
+    """
     exchange = service.engine.exchange
     if exchange is None or exchange.layout != layout:
         raise RefusedError(Failed("wrong_layout", "this worker's blocks have another layout", retryable=False))
-    return exchange
-
-
-def _check_epoch(wanted: str, own: str) -> None:
-    """Raises RefusedError."""
-    if wanted != own:
+    if epoch not in (None, own := service.engine.member.epoch):
         raise RefusedError(Failed("wrong_epoch", f"epoch: this is {own}", retryable=True))
+    return exchange
 
 
 def pause_s(load: WorkerLoad, took_s: float) -> float:
@@ -74,7 +73,9 @@ class BlocksEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wanted = unpack(await read_body(Request(scope, receive)), BlocksWanted)
-        exchange = self._exchange(wanted)
+        exchange = exchange_for(self._service, wanted.layout, wanted.epoch)
+        if self._num_open >= (MAX_BACKGROUND if wanted.background else MAX_FETCHES):
+            raise RefusedError(Failed("queue_full", f"{self._num_open} peers fetch blocks already", retryable=True))
         self._num_open += 1
         left = asyncio.create_task(disconnected(receive))
         try:
@@ -82,14 +83,6 @@ class BlocksEndpoint:
         finally:
             self._num_open -= 1
             left.cancel()
-
-    def _exchange(self, wanted: BlocksWanted) -> BlockExchange:
-        """Return what has the blocks. Raises RefusedError."""
-        exchange = exchange_for(self._service, wanted.layout)
-        _check_epoch(wanted.epoch, self._service.engine.member.epoch)
-        if self._num_open >= (MAX_BACKGROUND if wanted.background else MAX_FETCHES):
-            raise RefusedError(Failed("queue_full", f"{self._num_open} peers fetch blocks already", retryable=True))
-        return exchange
 
     async def _send_records(
         self, wanted: BlocksWanted, exchange: BlockExchange, send: Send, left: asyncio.Task[None]
@@ -119,8 +112,7 @@ class BlocksEndpoint:
 async def offer_chains(service: WorkerService, request: Request) -> Response:
     """Offer the chains that this worker used last, as many as fit into a message."""
     wanted, engine = unpack(await read_body(request), ChainsWanted), service.engine
-    exchange, member = exchange_for(service, wanted.layout), engine.member
-    _check_epoch(wanted.epoch, member.epoch)
+    exchange, member = exchange_for(service, wanted.layout, wanted.epoch), engine.member
     chains, num_hashes = list[OfferedChain](), 0
     for chain in await exchange.latest_chains(wanted.max_blocks):
         num_hashes += chain.num_blocks

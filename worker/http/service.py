@@ -13,18 +13,11 @@ import threading
 from collections.abc import Callable
 
 from worker.common.tracing import Tracing
-from worker.contracts.engine import (
-    Engine,
-    EngineDeadError,
-    EngineOutput,
-    EngineSinks,
-    EventPublisher,
-    RefusedError,
-    RequestKey,
-)
+from worker.contracts.engine import Engine, EngineDeadError, EngineOutput, EngineSinks, RefusedError, RequestKey
 from worker.contracts.metrics import WorkerMetrics
 from worker.http.streams import QueueAccounting, QueueLimits, Stream
 from worker.http.tracing import StreamTrace
+from worker.publisher import PublisherInbox
 from worker.wire import GRAMMAR_KINDS, End, Failed, GenerateRequest, Started
 
 logger = logging.getLogger(__name__)
@@ -55,7 +48,7 @@ class WorkerService:
         self._is_empty.set()
 
     def sinks(
-        self, on_death: Callable[[], None] = lambda: None, publisher: EventPublisher | None = None
+        self, on_death: Callable[[], None] = lambda: None, publisher: PublisherInbox | None = None
     ) -> EngineSinks:
         """Return the sinks for an engine. When it dies, every stream fails; then `on_death` runs."""
         call_soon, loop_thread = asyncio.get_running_loop().call_soon_threadsafe, threading.get_ident()

@@ -1,4 +1,4 @@
-"""Products in float32 with weights in panels, and the layouts of the panels: see `products.h`."""
+"""The layouts of weights in panels, for products in float32: see `products.h`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from worker.kernels.cpu import Kernels
-
 _GROUP_INPUTS: Final = 32
 """Inputs of a group of a quantised weight, which divides their number."""
 
 
-class _Product(ctypes.Structure):
+class Product(ctypes.Structure):
     """`Product` of products.h."""
 
     _fields_ = (
@@ -41,49 +39,6 @@ class QuantisedWeight:
     @property
     def num_bits(self) -> int:
         return 8 if self.minima is None else 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Panels:
-    """A weight in panels, as `to_panels` or `to_quantised_panels` makes them."""
-
-    data: Tensor
-    """(number of panels, ...)"""
-    num_inputs: int
-    num_outputs: int
-    num_bits: int
-    """32, 8 or 4"""
-
-
-class ProductKernel:
-    """A product with a weight in panels, in float32. A row's result does not depend on the other rows."""
-
-    __slots__ = ("_address", "_fields", "_multiply", "_tensors", "num_outputs")
-
-    def __init__(self, kernels: Kernels, panels: Panels, bias: Tensor | None) -> None:
-        """`bias` (num_outputs,)"""
-        self._multiply = kernels.unlocked.multiply
-        self.num_outputs = panels.num_outputs
-        self._tensors = (panels, bias)  # the fields point into them
-        bias_address = None if bias is None else bias.data_ptr()
-        panel_bytes = panels.data[0].nbytes
-        sizes = (panels.num_inputs, panels.num_outputs, panel_bytes, panels.num_bits)
-        self._fields = _Product(panels.data.data_ptr(), bias_address, *sizes)
-        self._address = ctypes.addressof(self._fields)
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """(num_rows, in) -> (num_rows, out)"""
-        return self._into(states.new_empty(states.shape[0], self.num_outputs), states, adds=False)
-
-    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
-        """Add the product to residual (num_rows, out), in place if that is contiguous."""
-        return self._into(residual.contiguous(), states, adds=True)
-
-    def _into(self, out: Tensor, states: Tensor, *, adds: bool) -> Tensor:
-        states = states.contiguous()
-        num_threads = torch.get_num_threads()
-        self._multiply(self._address, states.data_ptr(), out.data_ptr(), states.shape[0], adds, num_threads)
-        return out
 
 
 def to_panels(weight: Tensor, width: int) -> Tensor:

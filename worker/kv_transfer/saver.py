@@ -28,11 +28,7 @@ class BlockSaver:
     """Saves the blocks that the engine thread offers, each after the blocks before it in its chain."""
 
     def __init__(
-        self,
-        store: BlockStore,
-        allocator: HashAllocator,
-        pool: PoolBlocks,
-        saved: Callable[[BlockStore, int], None],
+        self, store: BlockStore, allocator: HashAllocator, pool: PoolBlocks, saved: Callable[[BlockStore, int], None]
     ) -> None:
         """`saved` receives the number of blocks just saved, in this thread."""
         self._store = store

@@ -21,7 +21,6 @@ from cache.events import BlockEvent, Stored
 from cache.records import WorkerLoad, WorkerMember
 from cache.stores.base import BlockStore
 from cache.types import BlockHash, ChainLink
-from worker.contracts.engine import EventPublisher
 from worker.contracts.exchange import ChainsWanted, Handover, OfferedChain
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
@@ -30,6 +29,7 @@ from worker.kv_transfer.fetches import FetchQueue, FetchSource, PrefixFetch
 from worker.kv_transfer.peers import FetchError, PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.saver import BlockSaver
+from worker.publisher import PublisherInbox
 from worker.scheduler.request import TokenSequence
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class KVTransfers:
         record: RecordFormat,
         peers: PeerClient | None,
         metrics: WorkerMetrics,
-        publisher: EventPublisher | None = None,
+        publisher: PublisherInbox | None = None,
     ) -> None:
         """`stores`: below the pool, the fastest first. Without `peers`, no block comes from other workers.
 
@@ -88,7 +88,8 @@ class KVTransfers:
         guesses = {store.tier: store.guess_bytes_per_s for store in stores} | {PEER: _PEER_BYTES_PER_S}
         self._rates = {place: TransferRate(guess * block_size / block_bytes) for place, guess in guesses.items()}
         self.savers = {store.tier: BlockSaver(store, allocator, pool, self._saved) for store in stores}
-        self.fetches = FetchQueue(allocator, pool, prefill_rate, self._sources, self._fetched, self._wake)
+        wake = partial(self.mailbox.put, lambda: None)
+        self.fetches = FetchQueue(allocator, pool, prefill_rate, self._sources, self._fetched, wake)
 
     def start(self) -> None:
         """Start the threads, and report what the stores hold from the start."""
@@ -198,10 +199,6 @@ class KVTransfers:
             open_peer = partial(self._peers.fetching, source.url, source.epoch)
             found.append(FetchSource(PEER, at, stop, self._rates[PEER], open_peer))
         return found
-
-    def _wake(self) -> None:
-        """Make the engine thread poll soon."""
-        self.mailbox.put(lambda: None)
 
     def _saved(self, store: BlockStore, num_blocks: int) -> None:
         self._metrics.saved_bytes.labels(store.tier).inc(num_blocks * self._pool.num_bytes)

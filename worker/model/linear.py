@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from worker.attention.base import ForwardBatch
 from worker.kernels.cpu import Kernels
-from worker.kernels.products import Panels, ProductKernel
+from worker.kernels.products import Product
 from worker.model.base import QuantisedTensor
 from worker.model.quantisation import decode, kind_of
 
@@ -91,15 +92,30 @@ class PanelLinear(Linear):
     does not depend on its neighbours. Many processes can map one file of panels.
     """
 
-    def __init__(self, kernels: Kernels, panels: Panels, bias: Tensor | None = None) -> None:
-        self._product = ProductKernel(kernels, panels, bias)
-        self.weight_bytes = panels.data.nbytes
+    def __init__(
+        self, kernels: Kernels, panels: Tensor, shape: tuple[int, int], num_bits: int, bias: Tensor | None = None
+    ) -> None:
+        """`panels`: of `to_panels` (32 bits) or `to_quantised_panels`; `shape` (out, in) is the weight's."""
+        self._multiply = kernels.unlocked.multiply
+        self._num_outputs, num_inputs = shape
+        self._tensors = (panels, bias)  # the fields point into them
+        sizes = (num_inputs, self._num_outputs, panels[0].nbytes, num_bits)
+        self._fields = Product(panels.data_ptr(), None if bias is None else bias.data_ptr(), *sizes)
+        self._address = ctypes.addressof(self._fields)
+        self.weight_bytes = panels.nbytes
 
     def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
-        return self._product(states)
+        return self._into(states.new_empty(states.shape[0], self._num_outputs), states, adds=False)
 
     def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
-        return self._product.add_to(residual, states)
+        """Add in place if `residual` is contiguous."""
+        return self._into(residual.contiguous(), states, adds=True)
+
+    def _into(self, out: Tensor, states: Tensor, *, adds: bool) -> Tensor:
+        states = states.contiguous()
+        num_threads = torch.get_num_threads()
+        self._multiply(self._address, states.data_ptr(), out.data_ptr(), states.shape[0], adds, num_threads)
+        return out
 
 
 class TiledLinear(Linear):

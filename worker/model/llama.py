@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from worker.attention.base import Attention, ForwardBatch
 from worker.files.errors import CheckpointError, UnsupportedModel
-from worker.kernels.cpu import Kernels, matmul_kernels_for
-from worker.kernels.products import Panels, to_panels, to_quantised_panels
+from worker.kernels.cpu import matmul_kernels_for
+from worker.kernels.products import to_panels, to_quantised_panels
 from worker.model.base import Checkpoint, Progress, QuantisedTensor
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.layers import Mlp, OneDnnMlp, PlainMlp, RmsNorm, gated_silu, rms_norm
@@ -62,12 +62,7 @@ class LlamaDecoder:
     is_recordable = True
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        config: ModelConfig,
-        options: LoadOptions,
-        weights: Weights,
-        progress: Progress,
+        self, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, weights: Weights, progress: Progress
     ) -> None:
         """Load the weights. Raise ModelError."""
         self.config = config
@@ -201,7 +196,9 @@ class _WeightLoader:
     ) -> Linear:
         """Return the product in the form that the options ask for."""
         if self._products is not None:
-            return PanelLinear(self._products, self._panels(self._products, names, num_outputs, weight), bias)
+            return PanelLinear(
+                self._products, *self._panels(self._products.panel_width, names, num_outputs, weight), bias
+            )
         dense = dense_linear(weight(), bias)
         if self._options.deterministic:
             return TiledLinear(dense)
@@ -213,16 +210,19 @@ class _WeightLoader:
         self._num_packed += 1
         return PackedLinear([part for part in stored if part is not None], dense, bias)
 
-    def _panels(self, kernels: Kernels, names: Sequence[str], num_outputs: int, weight: Callable[[], Tensor]) -> Panels:
-        width, name = kernels.panel_width, " ".join(names)
+    def _panels(
+        self, width: int, names: Sequence[str], num_outputs: int, weight: Callable[[], Tensor]
+    ) -> tuple[Tensor, tuple[int, int], int]:
+        """Return a weight in panels, its shape, and the bits of an element."""
+        name = " ".join(names)
         parts = [] if self._options.weights == "dense" else self._quantised(names)
         if (num_bits := NUM_BITS.get(kind_of(parts))) is None:
             data = self._weights(f"panels of {name}", lambda: to_panels(weight(), width))
-            return Panels(data, data.shape[1], num_outputs, 32)
+            return data, (num_outputs, data.shape[1]), 32
         self._num_packed += 1
         stored = [part for part in parts if part is not None]
         data = self._weights(f"packed panels of {name}", lambda: to_quantised_panels(decode(stored), width))
-        return Panels(data, stored[0].shape[1], num_outputs, num_bits)
+        return data, (num_outputs, stored[0].shape[1]), num_bits
 
     def _quantised(self, names: Sequence[str]) -> list[QuantisedTensor | None]:
         return [self._checkpoint.quantised(f"{name}.weight") for name in names]

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 import numpy as np
 import torch
@@ -46,46 +46,6 @@ def make_weight(name: str, make: Callable[[], Tensor]) -> Tensor:
     return make()
 
 
-class WrittenWeights:
-    """Tensors that are made, and written to a file as well. The first OSError ends the writing."""
-
-    def __init__(self, file: BinaryIO, max_bytes: int) -> None:
-        self._file = file
-        self._max_bytes = max_bytes
-        self._index: dict[str, Any] = {}
-        self.error: OSError | None = None
-
-    def get(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        tensor = make()
-        if self.error is None:
-            try:
-                self._write(name, tensor)
-            except OSError as error:
-                self.error = error
-        return tensor
-
-    def _write(self, name: str, tensor: Tensor) -> None:
-        offset = self._file.tell()
-        if offset + tensor.nbytes > self._max_bytes:
-            raise OSError(f"it would be larger than {self._max_bytes} bytes")
-        self._file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        self._file.write(bytes(-self._file.tell() % _ALIGNMENT))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._index[name] = {"offset": offset, "dtype": dtype, "shape": list(tensor.shape)}
-
-    def finish(self, key: str) -> None:
-        """Write the index. Raise OSError, also for what failed before."""
-        if self.error is not None:
-            raise self.error
-        index = json.dumps({"key": key, "tensors": self._index}).encode()
-        self._file.write(index)
-        self._file.flush()
-        digest = checksum(np.memmap(self._file, dtype=np.uint8, mode="r", shape=(self._file.tell(),)))
-        self._file.write(digest + len(index).to_bytes(_SIZE_BYTES, "little") + MAGIC)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-
 def load_prepared(key: str, load: Callable[[Weights], Loaded]) -> Loaded:
     """Return what `load` makes of the weights in the file of this key.
 
@@ -106,22 +66,45 @@ def load_prepared(key: str, load: Callable[[Weights], Loaded]) -> Loaded:
 
 
 def make_file(path: Path, key: str, load: Callable[[Weights], Loaded]) -> Loaded:
-    """Load the model, and write its weights if that succeeds. Raise what `load` raises."""
+    """Load the model, and write its weights if there is room. Raise what `load` raises."""
+    made: dict[str, Tensor] = {}
+
+    def keep(name: str, make: Callable[[], Tensor]) -> Tensor:
+        tensor = made[name] = make()
+        return tensor
+
+    loaded = load(keep)
     delete_unused(path.parent, "weights-*")
     temporary = path.with_suffix(".new")
-    max_bytes = min(MAX_BYTES, int(DISK_SHARE * shutil.disk_usage(path.parent).free))
     try:
+        max_bytes = min(MAX_BYTES, int(DISK_SHARE * shutil.disk_usage(path.parent).free))
+        if sum(tensor.nbytes for tensor in made.values()) > max_bytes:
+            raise OSError(f"they take more than {max_bytes} bytes")
         with temporary.open("w+b") as file:
-            weights = WrittenWeights(file, max_bytes)
-            loaded = load(weights.get)
-            try:
-                weights.finish(key)
-                temporary.replace(path)
-            except OSError as error:
-                logger.info("the prepared weights are not stored, so every start prepares them: %s", error)
-            return loaded
+            _write(file, key, made)
+        temporary.replace(path)
+    except OSError as error:
+        logger.info("the prepared weights are not stored, so every start prepares them: %s", error)
     finally:
         temporary.unlink(missing_ok=True)
+    return loaded
+
+
+def _write(file: BinaryIO, key: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write a whole file. Raise OSError."""
+    places = {}
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        places[name] = {"offset": file.tell(), "dtype": dtype, "shape": list(tensor.shape)}
+        file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        file.write(bytes(-file.tell() % _ALIGNMENT))
+    index = json.dumps({"key": key, "tensors": places}).encode()
+    file.write(index)
+    file.flush()
+    digest = checksum(np.memmap(file, dtype=np.uint8, mode="r", shape=(file.tell(),)))
+    file.write(digest + len(index).to_bytes(_SIZE_BYTES, "little") + MAGIC)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def map_file(path: Path, key: str) -> Mapping[str, Tensor] | None:

@@ -18,19 +18,9 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import Attention, ForwardBatch, Span
-from worker.attention.kv_cache import KVCache, NonFiniteKV
+from worker.attention.kv_cache import KVCache
 from worker.attention.selector import select_attention
-from worker.contracts.step import (
-    Launch,
-    NonFiniteHidden,
-    Row,
-    SampledToken,
-    SequenceResult,
-    SequenceStep,
-    Step,
-    StepResult,
-    StepTimes,
-)
+from worker.contracts.step import Launch, NonFinite, Row, SampledToken, SequenceResult, SequenceStep, Step, StepResult
 from worker.kernels.device import DeviceStream, Stopwatch, current_device, to_device, to_host
 from worker.model.load import LoadedModel
 from worker.runner.graphs import RecordableAttention, StepGraphs, cuda_recorder, rerun
@@ -85,7 +75,7 @@ class ModelRunner:
         return TokenRules(params, prompt_ids, self._eos_token_ids, self._vocab_size, torch.device("cpu"))
 
     def launch(self, step: Step) -> Launch[StepResult]:
-        """Queue the step. Collecting may raise SamplingError, NonFiniteKV and NonFiniteHidden."""
+        """Queue the step. Collecting may raise NoTokenLeft and NonFinite."""
         with _cleared_if_raises(self.cache, step):
             work = self._stream.enqueue(partial(self._compute, step))
         return Launch(partial(self._collect, step, work), work.is_done)
@@ -93,7 +83,7 @@ class ModelRunner:
     def _collect(self, step: Step, work: Launch[tuple[_StepOutput, Stopwatch]]) -> StepResult:
         with _cleared_if_raises(self.cache, step):
             output, stopwatch = work.collect()
-            return StepResult(output.results(), StepTimes(*stopwatch.seconds()))
+            return StepResult(output.results(), stopwatch.seconds())
 
     def run(self, step: Step) -> list[SequenceResult]:
         return self.launch(step).collect().sequences
@@ -261,14 +251,14 @@ class _StepOutput:
         return token_ids[to_device(rows, torch.int64, token_ids.device)]
 
     def results(self) -> list[SequenceResult]:
-        """Read the tensors. Raises SamplingError, NonFiniteKV, NonFiniteHidden."""
+        """Read the tensors. Raises NoTokenLeft and NonFinite."""
         tokens = [] if self.sampled is None else self.sampled.tokens()
         if self.sampled is not None:
             self.sampled.check(self._reached_logit_rows(tokens))
         if self.extremes is not None and not bool(self.extremes.isfinite().all()):
-            raise NonFiniteKV("keys or values of the step are not finite")
+            raise NonFinite("keys or values of the step are not finite")
         if self.pooled is not None and not bool(self.pooled.isfinite().all()):
-            raise NonFiniteHidden("the hidden states of the step are not finite")
+            raise NonFinite("the hidden states of the step are not finite")
         left, pooled = iter(tokens), iter(() if self.pooled is None else self.pooled.numpy())
         results = [SequenceResult()] * len(self.step.sequences)
         for row, logprobs in zip(self.order, self.prompt_logprobs, strict=True):

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from worker.contracts.step import NonFiniteLogits, NoTokenLeft, SampledToken, SamplingRow
+from worker.contracts.step import NonFinite, NoTokenLeft, SampledToken, SamplingRow
 from worker.kernels.cpu import kernels_for
 from worker.kernels.device import to_device, to_host
 from worker.sampling.rules import TokenRules, has_rules
@@ -32,6 +32,7 @@ from worker.wire import TokenLogprobs
 _MASK: Final = (1 << 64) - 1  # seeds are 64-bit numbers, also negative ones
 _PERSON: Final = b"headstart-draw"
 _MANTISSA_BITS: Final = 53  # of a double: each value in [0, 1) is exact
+_BROKEN: Final = "the model's logits are not finite"
 _MIN_TEMPERATURE: Final = 1e-5
 """A lower temperature is greedy in effect, and dividing by it would overflow."""
 
@@ -51,9 +52,9 @@ class LogprobRows:
     num_top: Sequence[int]
 
     def check(self) -> None:
-        """Raise NonFiniteLogits if a row is NaN, as one logit that is NaN or infinite makes it."""
-        if broken := self.chosen.isnan().nonzero().flatten().tolist():
-            raise NonFiniteLogits("the model's logits are not finite", broken)
+        """Raise NonFinite if a row is NaN, as one logit that is NaN or infinite makes it."""
+        if bool(self.chosen.isnan().any()):
+            raise NonFinite(_BROKEN)
 
     def rows(self) -> list[TokenLogprobs]:
         """Read the tensors."""
@@ -82,9 +83,17 @@ class SamplerOutput:
     """The rows that `logprobs` belong to."""
 
     def check(self, rows: Sequence[int]) -> None:
-        """Raise NonFiniteLogits for the model's fault and NoTokenLeft for the request's, in these rows."""
+        """Raise NonFinite for the model's fault and NoTokenLeft for the request's, in these rows.
+
+        -inf after its rules is the request's; -inf before them, and any other value, is the model's.
+        """
         for stage, best_logits in enumerate(self.best_logits):
-            _check(best_logits, rows, has_rules=stage > 0)
+            if not bool(best_logits.isfinite().all()):
+                values = best_logits.tolist()
+                if stage > 0 and any(values[row] == float("-inf") for row in rows):
+                    raise NoTokenLeft("the request's limits (allowed ids, bad words, grammar) leave no token to draw")
+                if not all(isfinite(values[row]) for row in rows):
+                    raise NonFinite(_BROKEN)
 
     def tokens(self) -> list[SampledToken]:
         """Read the tensors. Tokens of rows for which `check` would raise are undefined."""
@@ -163,14 +172,3 @@ def _sample_random(logits: Tensor, rows: Sequence[SamplingRow], indices: Sequenc
     # right=True: the first token whose cumulated share exceeds the target, so never one of probability 0.
     tokens = torch.searchsorted(cumulated, targets, right=True).squeeze(1)
     return tokens.clamp_(max=logits.shape[1] - 1)  # beyond the end where the logits are not finite
-
-
-def _check(best_logits: Tensor, rows: Sequence[int], *, has_rules: bool) -> None:
-    """Blame the request for -inf after its rules, and the model for -inf before them or any other value."""
-    if not bool(best_logits.isfinite().all()):
-        values = best_logits.tolist()
-        empty = [row for row in rows if values[row] == float("-inf")]
-        if empty and has_rules:
-            raise NoTokenLeft("the request's limits (allowed ids, bad words, grammar) leave no token to draw", empty)
-        if broken := [row for row in rows if not isfinite(values[row])]:
-            raise NonFiniteLogits("the model's logits are not finite", broken)

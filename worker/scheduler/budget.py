@@ -29,7 +29,6 @@ class BatchLimits:
     max_num_batched_tokens: int = 2048
     max_solo_prefill_tokens: int | None = None
     """Tokens in a step of a single prefill, with no decode and nothing waiting; None: as in every other step."""
-    max_model_len: int = 4096
     aging_s: float = 30.0
     """Waiting time equivalent to one priority level."""
     watermark: float = 0.01

@@ -9,6 +9,7 @@ from cache.allocators.hash import HashAllocator
 from cache.allocators.plain import PlainAllocator
 from cache.allocators.radix import RadixAllocator
 from cache.hashing import Namespace
+from tests.cache.held import cached_hashes
 
 ROOT = Namespace("model", "main", "tokenizer", 4).root(salt=b"tenant")
 OTHER_ROOT = Namespace("model", "main", "tokenizer", 4).root(salt=b"another tenant")
@@ -54,7 +55,7 @@ def test_reset_only_when_idle(kind: PrefixCache) -> None:
     assert allocator.reset()
     assert allocator.find(range(9), ROOT) == 0
     assert allocator.take_events() == []
-    assert list(allocator.cached_hashes()) == []
+    assert cached_hashes(allocator) == []
     allocator.check_integrity()
     assert allocator.num_free_blocks == 19
 

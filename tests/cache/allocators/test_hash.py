@@ -12,6 +12,7 @@ from cache.allocators.base import Allocation
 from cache.allocators.hash import HashAllocator
 from cache.events import Removed, Stored
 from cache.hashing import Namespace, hash_chain
+from tests.cache.held import cached_hashes
 
 ROOT = Namespace("model", "main", "tokenizer", 16).root(salt=b"tenant")
 
@@ -76,7 +77,7 @@ def test_hashes_may_be_given() -> None:
     assert allocation.extend(12)
     allocation.commit(range(12), 12)
     assert len(hashes) == 2, "the caller's list grew"
-    assert list(allocator.cached_hashes()) == hash_chain(ROOT, range(12), 4)
+    assert cached_hashes(allocator) == hash_chain(ROOT, range(12), 4)
     assert allocator.find(range(9), ROOT, hashes=hashes) == 8
 
 
@@ -158,4 +159,4 @@ def test_recent_chains_are_whole_and_bounded(prompts: list[list[int]], max_block
     assert len({*tips} - {link.parent for links in chains for link in links}) == len(tips)
     assert len({link for links in chains for link in links}) <= max_blocks
     if max_blocks >= 20:
-        assert {link.block_hash for links in chains for link in links} == set(allocator.cached_hashes())
+        assert {link.block_hash for links in chains for link in links} == set(cached_hashes(allocator))

@@ -16,6 +16,7 @@ from cache.allocators.radix import RadixAllocator
 from cache.events import Removed, Stored
 from cache.hashing import Namespace, hash_chain
 from tests.block_events import replay
+from tests.cache.held import cached_hashes
 
 ROOT = Namespace("model", "main", "tokenizer", 1).root(salt=b"tenant")
 MORE = 99
@@ -109,7 +110,7 @@ def test_whole_blocks_only_when_a_block_has_more_than_one_token(length: int) -> 
     assert allocation.block_table == [17, 18, 19]
     assert allocation.slots(3, 9) == [71, 72, 73, 74, 75, 76]
     allocation.commit(range(10), 10)
-    assert list(allocator.cached_hashes()) == hash_chain(ROOT, range(10), 4)
+    assert cached_hashes(allocator) == hash_chain(ROOT, range(10), 4)
     assert allocator.find(range(length), ROOT) == min(8, max(0, length - 1) // 4 * 4)
 
 
@@ -124,7 +125,7 @@ def test_events_are_of_blocks_and_tail_first() -> None:
     assert allocator.allocate(6, [9], ROOT) is not None
     more = allocator.take_events()
     assert more == [Removed(chain[2]), Removed(chain[1])]
-    assert replay([*events, *more]) == set(allocator.cached_hashes()) == {chain[0]}
+    assert replay([*events, *more]) == set(cached_hashes(allocator)) == {chain[0]}
 
 
 def test_statistics() -> None:

@@ -12,6 +12,7 @@ from cache.hashing import Namespace, hash_chain
 from cache.stores.base import BlockStore
 from cache.stores.disk import DiskStore
 from cache.types import BlockHash, ChainLink
+from tests.cache.held import cached_hashes
 
 PAYLOAD_BYTES = 40
 ROOTS = tuple(Namespace("model", "main", "tokenizer", 1).root(salt=salt) for salt in (b"a", b"b"))
@@ -49,7 +50,7 @@ def reads_exactly(store: BlockStore, link: ChainLink, num_bytes: int = PAYLOAD_B
 
 def assert_prefix_closed(store: BlockStore, parents: dict[BlockHash, BlockHash]) -> set[BlockHash]:
     """Return what the store holds."""
-    held = list(store.cached_hashes())
+    held = cached_hashes(store)
     seen: set[BlockHash] = set()
     for block_hash in held:
         assert parents[block_hash] in ROOTS or parents[block_hash] in seen, "a block is held without its parent"

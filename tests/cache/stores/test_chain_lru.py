@@ -51,9 +51,9 @@ def test_any_history_is_that_of_a_plain_list(steps: list[tuple[str, int]]) -> No
         before = set(published)
         events = lru.take_events()
         replay(events, published)
-        assert published == set(lru) == set(records)
+        assert published == set(lru._blocks) == set(records)
         assert len(events) == len(published ^ before), "an event changed nothing"
-        order = {block_hash: place for place, block_hash in enumerate(lru)}
+        order = {block_hash: place for place, block_hash in enumerate(lru._blocks)}
         assert all(link.depth == 0 or order[link.parent] < order[link.block_hash] for link in used)
         assert len(lru._leaves) <= len(lru), "the queue of leaves grows without bound"
 

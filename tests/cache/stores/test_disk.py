@@ -17,6 +17,7 @@ from cache.block_record import RecordFormat
 from cache.stores import disk
 from cache.stores.disk import DiskStore
 from tests.block_events import replay
+from tests.cache.held import cached_hashes
 from tests.cache.stores.store_parts import (
     PAYLOAD_BYTES,
     RECORD,
@@ -158,7 +159,7 @@ def test_a_smaller_disk_keeps_what_fits(tmp_path: Path) -> None:
     store.close()
     for num_records in (5, 3, 9):
         store = open_disk(tmp_path, num_records)
-        assert list(store.cached_hashes()) == [link.block_hash for link in LINKS[: min(5, len(store))]]
+        assert cached_hashes(store) == [link.block_hash for link in LINKS[: min(5, len(store))]]
         assert len(store) == min(num_records, 3 if num_records == 9 else num_records)
         assert sum(path.stat().st_size for path in segments(tmp_path)) == len(store) * RECORD.record_bytes
         store.close()
@@ -269,7 +270,7 @@ def test_an_unreadable_block_is_dropped_with_all_after_it(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing(code))
         assert not reads_exactly(store, LINKS[2])
-    assert [link.block_hash for link in LINKS[:2]] == list(store.cached_hashes())
+    assert [link.block_hash for link in LINKS[:2]] == cached_hashes(store)
     assert [event.block_hash for event in store.take_events()] == [link.block_hash for link in LINKS[:1:-1]]
     assert write(store, *LINKS) == [True] * 6, "a record was lost"
 
@@ -295,7 +296,7 @@ def test_a_write_to_a_segment_that_is_gone_costs_that_segment(tmp_path: Path, cl
     segments(tmp_path)[1].unlink()
     others = chain([1, 1])
     assert write(store, others[0]) == [False]
-    assert set(store.cached_hashes()) == {link.block_hash for link in LINKS[:4]}
+    assert set(cached_hashes(store)) == {link.block_hash for link in LINKS[:4]}
     assert write(store, *others) == [True, True], "a pause for a file that was removed"
 
 
@@ -319,7 +320,7 @@ def test_a_copy_of_a_forgotten_block_is_a_free_record(tmp_path: Path, monkeypatc
     write(store, other, *LINKS[:2])  # each record is another block's now, and one block has two
     store.close()
     store = open_disk(tmp_path)
-    held = list(store.cached_hashes())
+    held = cached_hashes(store)
     assert len(held) == len(set(held))
     assert {other.block_hash, *(link.block_hash for link in LINKS[:2])} <= set(held)
     assert reads_exactly(store, other)

@@ -16,6 +16,7 @@ from cache.events import Removed, Stored
 from cache.stores.disk import DiskStore
 from cache.types import BlockHash, ChainLink
 from tests.block_events import replay
+from tests.cache.held import cached_hashes
 from tests.cache.stores.store_parts import (
     RECORD,
     ROOTS,
@@ -88,12 +89,12 @@ class DiskMachine(RuleBasedStateMachine):
     def write_chain(self, who: int, link: ChainLink) -> None:
         worker = self.workers[who]
         path = path_to(link)
-        before = set(worker.store.cached_hashes())
+        before = set(cached_hashes(worker.store))
         kept = write(worker.store, *path)
         assert kept == sorted(kept, reverse=True), "a block is kept without its parent"
         if not worker.is_damaged:
             assert kept.count(True) == min(len(path), worker.max_records)
-        held = set(worker.store.cached_hashes())
+        held = set(cached_hashes(worker.store))
         assert worker.is_damaged or {link.block_hash for link in path[: kept.count(True)]} <= held
         if len(before) + len(path) <= worker.max_records:
             assert before <= held or worker.is_damaged, "a block was evicted though there is room"
@@ -132,14 +133,14 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(who=WORKER, max_records=st.sampled_from((None, None, 3, 9)))
     def restart(self, who: int, max_records: int | None) -> None:
         worker = self.workers[who]
-        before, folder = set(worker.store.cached_hashes()), worker.store._folder
+        before, folder = set(cached_hashes(worker.store)), worker.store._folder
         worker.store.close()
         is_smaller = max_records is not None and max_records < worker.max_records
         worker.max_records = max_records or worker.max_records
         worker.open()
         assert worker.store._folder == folder
         if not worker.is_damaged:
-            found = set(worker.store.cached_hashes())
+            found = set(cached_hashes(worker.store))
             assert before <= found or is_smaller, "a start lost a block"
             assert found <= before | worker.left, "a start found a block that no record had"
             worker.left = (before | worker.left) - found
@@ -212,7 +213,7 @@ def test_a_start_finds_a_block_whose_parent_came_back() -> None:
         machine.everything_holds()
         machine.restart(0, None)
         machine.everything_holds()
-        held = list(machine.workers[0].store.cached_hashes())
+        held = cached_hashes(machine.workers[0].store)
         assert held == [link.block_hash for link in (first[0], *second[:2])]
         machine.read(0, second[1])
     finally:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.block_events import replay
+from tests.cache.held import cached_hashes
 from tests.waiting import HANG_S, wait_until
 from tests.worker.device_streams import ThreadedStream
 from tests.worker.engine.threaded_engine import (
@@ -53,7 +54,7 @@ def test_offered_events_replay_to_the_held_blocks(threaded: ThreadedEngine) -> N
         threaded.wait(RequestKey(i))
     threaded.settle()
     assert threaded.allocator.stats().evictions > 0
-    assert replay(threaded.publisher.events) == set(threaded.allocator.cached_hashes())
+    assert replay(threaded.publisher.events) == set(cached_hashes(threaded.allocator))
 
 
 def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> None:
@@ -199,7 +200,7 @@ def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: Threade
     for i, key in enumerate(keys):
         assert threaded.wait(key).tokens[0] == answer([i, 2, 3, 4, 5], 100, 60)
     threaded.settle()
-    assert replay(threaded.publisher.events) == set(threaded.allocator.cached_hashes())
+    assert replay(threaded.publisher.events) == set(cached_hashes(threaded.allocator))
 
 
 def test_the_load_has_queued_prefill_per_gateway(threaded: ThreadedEngine) -> None:

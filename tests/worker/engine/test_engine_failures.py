@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.cache.held import cached_hashes
 from tests.waiting import HANG_S, wait_until
 from tests.worker.engine.threaded_engine import (
     BLOCK_SIZE,
@@ -251,11 +252,11 @@ def test_a_probe_takes_no_block_of_the_pool(threaded: ThreadedEngine) -> None:
     assert held is not None
     held.commit(token_ids, len(token_ids))
     held.free()
-    before = list(threaded.allocator.cached_hashes())
+    before = cached_hashes(threaded.allocator)
     for _ in range(3):
         threaded.engine.probe().result(HANG_S)
     assert [slot for step in threaded.runner.steps for each in step.sequences for slot in each.slots] == [0, 0, 0]
-    assert list(threaded.allocator.cached_hashes()) == before
+    assert cached_hashes(threaded.allocator) == before
     assert len(before) == threaded.allocator.num_free_blocks == free
 
 

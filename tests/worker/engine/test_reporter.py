@@ -109,7 +109,7 @@ def test_cached_tokens_are_not_queued() -> None:
 def test_an_objective_slows_prefills_next_to_decodes() -> None:
     """The report has the lower rate, and seconds at it, only while decodes run."""
     objective = StepObjective(0.03, 4, 0.001, 10.0)
-    engine = HandEngine(num_blocks=600, max_model_len=600, objective=objective)
+    engine = HandEngine(num_blocks=600, objective=objective)
     reporter = Reporter(engine.scheduler, PrefillRate(1000, 1.0), WorkerMetrics())
     late = engine.submit(generate([1] * 500, 1))
     assert reported(reporter).bounded_prefill_tokens_per_s == 0.0

@@ -24,9 +24,7 @@ def test_they_sample_the_same_tokens(tmp_path: Path, device: str, family: str) -
 
     def tokens(*, async_scheduling: bool) -> list[dict[int, list[int]]]:
         runner = ModelRunner(model, num_blocks=200, block_size=16, eos_token_ids=(), max_num_seqs=8)
-        engine = HandEngine(
-            200, 16, runner=runner, async_scheduling=async_scheduling, max_model_len=256, max_num_batched_tokens=80
-        )
+        engine = HandEngine(200, 16, runner=runner, async_scheduling=async_scheduling, max_num_batched_tokens=80)
         wires = [
             generate([i * k % 99 for k in range(1, 4 + 9 * i)], 6 + 3 * i, temperature=float(i % 2))
             for i in range(num_requests)

@@ -46,7 +46,7 @@ def test_greedy_tokens_equal_the_reference(tmp_path: Path, device: str, dtype: s
     model = load_model(str(folder), LoadOptions(dtype=dtype, device=device))
     num_tokens = 2 if interpreter.is_on() else 12
     runner = ModelRunner(model, num_blocks=600, block_size=16, eos_token_ids=(), max_num_seqs=NUM_PROMPTS)
-    engine = HandEngine(600, 16, runner=runner, async_scheduling=True, max_model_len=256, max_num_batched_tokens=512)
+    engine = HandEngine(600, 16, runner=runner, async_scheduling=True, max_num_batched_tokens=512)
     given = prompts(model.config.vocab_size)
     requests = [engine.submit(generate(ids, num_tokens, temperature=0.0, ignore_eos=True)) for ids in given]
     engine.finish()

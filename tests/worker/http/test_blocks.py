@@ -181,7 +181,7 @@ async def endless(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[LiveWo
 
     monkeypatch.setattr(BlocksEndpoint, "__init__", make_and_keep)
     async with moving_worker() as worker:
-        monkeypatch.setattr(blocks, "exchange_for", lambda service, layout: exchange)
+        monkeypatch.setattr(blocks, "exchange_for", lambda *asked: exchange)
         yield worker, exchange
 
 

@@ -14,7 +14,6 @@ from tests.worker.families import write_family
 from tests.worker.kernels.rounding import HALF_STEP, close, states
 from tests.worker.paged import PagedModel
 from worker.attention.base import AttentionShape, ForwardBatch, Span
-from worker.attention.compiled_paged import CompiledPagedAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.selector import select_attention
 from worker.attention.tiled_paged import TiledPagedAttention
@@ -40,7 +39,8 @@ def batch_of(spans: list[Span], block_size: int, plan: object) -> ForwardBatch:
     return ForwardBatch(rows, rows, rows, plan)
 
 
-KINDS = pytest.mark.parametrize("kind", [TiledPagedAttention, CompiledPagedAttention])
+IN_TORCH = partial(TiledPagedAttention, chunks_in_torch=True)
+KINDS = pytest.mark.parametrize("kind", [TiledPagedAttention, IN_TORCH])
 
 
 @KINDS
@@ -64,9 +64,7 @@ def test_it_equals_torch_over_scattered_pages(
     outputs = []
     for dtype in (torch.float32, torch.bfloat16):
         cache = pool(shape, block_size, dtype)
-        attention = (
-            TorchPagedAttention(shape, cache) if dtype == torch.float32 else TiledPagedAttention(shape, cache, kernels)
-        )
+        attention = TorchPagedAttention(shape, cache) if dtype == torch.float32 else kind(shape, cache, kernels)
         batch = batch_of(spans, block_size, attention.plan(spans))
         outputs.append(attention.attend(0, query.to(dtype), key.to(dtype), value.to(dtype), batch))
         for states_of, pools in ((key, cache.keys), (value, cache.values)):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.worker.quantised import quantised
 from worker.kernels.cpu import Kernels
-from worker.kernels.products import Panels, ProductKernel, to_panels, to_quantised_panels
+from worker.kernels.products import to_panels, to_quantised_panels
+from worker.model.linear import PanelLinear
 from worker.model.quantisation import NUM_BITS, decode
 
 SIZES = st.integers(1, 30) | st.integers(30, 1100)
@@ -20,9 +21,8 @@ def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def dense(kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> ProductKernel:
-    num_outputs, num_inputs = weight.shape
-    return ProductKernel(kernels, Panels(to_panels(weight, kernels.panel_width), num_inputs, num_outputs, 32), bias)
+def dense(kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> PanelLinear:
+    return PanelLinear(kernels, to_panels(weight, kernels.panel_width), tuple(weight.shape), 32, bias)
 
 
 @given(st.integers(1, 40) | st.sampled_from((192, 193, 500)), SIZES, SIZES, st.booleans(), st.data())
@@ -96,7 +96,7 @@ def test_quantised_weights_give_the_bits_of_dense_ones(
     bias = random(2, num_outputs) if has_bias else None
     states, residual = random(3, num_rows, num_inputs), random(4, num_rows, num_outputs)
     data = to_quantised_panels(decode(parts), kernels.panel_width)
-    product = ProductKernel(kernels, Panels(data, num_inputs, num_outputs, NUM_BITS[kind]), bias)
+    product = PanelLinear(kernels, data, (num_outputs, num_inputs), NUM_BITS[kind], bias)
     wanted = dense(kernels, weight, bias)
     threads = torch.get_num_threads()
     try:
@@ -112,5 +112,5 @@ def test_a_broken_scale_is_noticed(kernels: Kernels) -> None:
     part.data[3, :2] = np.array([np.nan], dtype=np.float16).view(np.uint8)
     data = to_quantised_panels(decode([part]), kernels.panel_width)
     for num_rows in (1, 20):
-        out = ProductKernel(kernels, Panels(data, 64, 40, 4), None)(random(1, num_rows, 64))
+        out = PanelLinear(kernels, data, (40, 64), 4)(random(1, num_rows, 64))
         assert out.isfinite().all(0).tolist() == [output != 3 for output in range(40)]

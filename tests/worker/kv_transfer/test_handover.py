@@ -16,6 +16,7 @@ from cache.hashing import hash_chain
 from cache.records import WorkerLoad
 from cache.redis_index import RegistryEntry
 from cache.types import BlockHash, ChainLink
+from tests.cache.held import cached_hashes
 from tests.members import make_member
 from tests.running import listening
 from tests.waiting import until
@@ -239,7 +240,7 @@ async def test_chains_that_are_none_cost_nothing() -> None:
             await peer.settled()
             allocator.check_integrity()
             assert allocator.num_free_blocks == allocator.num_blocks - 1
-        assert set(allocator.cached_hashes()) <= {HASHES[0]}
+        assert set(cached_hashes(allocator)) <= {HASHES[0]}
 
 
 async def test_whoever_stops_waiting_for_an_adoption_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from cache.records import WorkerLoad
 from cache.stores.base import BlockStore
 from cache.stores.host import HostStore
 from cache.types import BlockHash, BlockId, ChainLink
+from tests.cache.held import cached_hashes
 from tests.members import make_member
 from tests.waiting import HANG_S, wait_until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, PAYLOAD_BYTES, BytesCopier
@@ -93,7 +94,7 @@ def test_a_block_evicted_while_it_is_copied_is_not_saved() -> None:
     read = pool.copier.read
 
     def read_late(block_id, payload) -> None:
-        if hashes[0] in pool.allocator.cached_hashes():
+        if hashes[0] in cached_hashes(pool.allocator):
             pool.compute(range(100, 132))
         read(block_id, payload)
 

@@ -80,7 +80,6 @@ def run(
         BLOCK_SIZE,
         runner=runner,
         async_scheduling=async_scheduling,
-        max_model_len=256,
         max_num_batched_tokens=80,
     )
     wires = [

@@ -16,7 +16,7 @@ from tests.worker.families import write_family
 from worker import loader
 from worker.attention.base import AttentionShape
 from worker.config import WorkerConfig
-from worker.contracts.step import NonFiniteLogits, SamplingRow, SequenceStep, Step
+from worker.contracts.step import NonFinite, SamplingRow, SequenceStep, Step
 from worker.kernels.device import Stopwatch
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner import memory
@@ -151,7 +151,7 @@ def test_a_broken_sequence_leaves_nothing_behind(model: LoadedModel, written: tu
     runner = ModelRunner(model, num_blocks=32, block_size=BLOCK, eos_token_ids=(2,))
     with torch.inference_mode():
         model.decoder.embedding[13] = float("nan")  # type: ignore[attr-defined]
-    with pytest.raises(NonFiniteLogits):
+    with pytest.raises(NonFinite):
         runner.run(Step([part([13, 13, 13, 13, 13, 13], [7, 8])]))
     prompts, tables = [[4, 8, 15, 16, 23], [4, 9, 1, 1, 2, 2, 77]], [[7, 8], [10, 11]]
     starts = [part(prompt[:-1], table, sampling_rows=()) for prompt, table in zip(prompts, tables, strict=True)]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from worker.contracts.step import NonFiniteLogits, NoTokenLeft, SampledToken, SamplingRow
+from worker.contracts.step import NonFinite, NoTokenLeft, SampledToken, SamplingRow
 from worker.sampling import sampler, truncation
 from worker.sampling.sampler import sample, token_logprobs, uniform
 from worker.sampling.truncation import truncate
@@ -237,11 +237,12 @@ class TestConstraints:
         mask = np.array([-1], dtype=np.int32)
         assert token(logits, sampling_row(temperature=0.0, allowed=mask)) < 32
 
-    def test_no_token_left_names_the_row(self) -> None:
+    def test_no_token_left_is_of_its_row(self) -> None:
         impossible = sampling_row(allowed_token_ids=(3,), bad_words=((3,),))
-        with pytest.raises(NoTokenLeft) as caught:
-            sample_tokens(random_logits(3), [sampling_row(), impossible, sampling_row()], EOS)
-        assert caught.value.rows == (1,)
+        sampled = sample(random_logits(3), [sampling_row(), impossible, sampling_row()], EOS)
+        sampled.check([0, 2])
+        with pytest.raises(NoTokenLeft):
+            sampled.check([1])
 
 
 class TestLogprobs:
@@ -274,9 +275,10 @@ def test_a_broken_model_is_noticed(broken: float) -> None:
     logits = random_logits(2)
     logits[1, 3] = broken
     for temperature in (0.0, 1.0):
-        with pytest.raises(NonFiniteLogits) as caught:
-            sample_tokens(logits, [sampling_row(temperature=temperature)] * 2, EOS)
-        assert caught.value.rows == (1,)
+        sampled = sample(logits, [sampling_row(temperature=temperature)] * 2, EOS)
+        sampled.check([0])
+        with pytest.raises(NonFinite):
+            sampled.check([1])
 
 
 def test_every_sampling_param_has_an_owner() -> None:

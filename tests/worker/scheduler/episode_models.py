@@ -22,7 +22,7 @@ from tests.worker.scheduler.engine import HandEngine, generate
 from tests.worker.scheduler.episode_requests import EOS, LONGEST, VOCAB, Asked
 from worker.attention.block_copier import make_copier
 from worker.contracts.step import (
-    NonFiniteLogits,
+    NonFinite,
     NoTokenLeft,
     Row,
     Runner,
@@ -188,12 +188,12 @@ class RuledRunner(ArithmeticRunner):
         reached = set(step.reached_rows(lambda row: results[row].sampled[0].token_id))
         rows = [(Row(row), each) for row, sequence in enumerate(step.sequences) for each in sequence.sampling_rows]
         spoiled = [rows[index][0] for index in self.faults.spoiled_rows([each for _, each in rows])]
-        if broken := sorted(reached.intersection(spoiled)):
+        if reached.intersection(spoiled):
             self._overwrite(step)
-            raise NonFiniteLogits("the logits are not finite", broken)
-        if empty := [row for row in reached if any(token.token_id == NONE_LEFT for token in results[row].sampled)]:
+            raise NonFinite("the logits are not finite")
+        if any(token.token_id == NONE_LEFT for row in reached for token in results[row].sampled):
             self._overwrite(step)
-            raise NoTokenLeft("the rules leave no token", empty)
+            raise NoTokenLeft("the rules leave no token")
         return results
 
     def _overwrite(self, step: Step) -> None:

@@ -19,6 +19,7 @@ from cache.block_record import RecordFormat
 from cache.hashing import hash_chain
 from cache.stores.host import HostStore
 from cache.types import BlockHash, BlockId
+from tests.cache.held import cached_hashes
 from tests.worker.device_streams import LateStream, ThreadedStream
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, LAYOUT, SECRET, MovingEngine
 from tests.worker.scheduler.engine import FAILED, ROOT, HandEngine, generate
@@ -222,7 +223,7 @@ class _Episode:
         allocator = self.engine.allocator
         found: dict[BlockHash, BlockId] = {}
         if isinstance(allocator, HashAllocator):
-            found = {each: allocator.block_of(each) or BlockId(0) for each in allocator.cached_hashes()}
+            found = {each: allocator.block_of(each) or BlockId(0) for each in cached_hashes(allocator)}
         elif isinstance(allocator, RadixAllocator):
             for node in allocator.trie.nodes():
                 found.update(zip(node.hashes, node.block_ids, strict=True))

@@ -22,7 +22,7 @@ def test_a_short_request_overtakes_a_long_prefill() -> None:
 @pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 2048}, SOLO])
 def test_a_short_prompt_starts_within_two_steps_of_a_long_one(limits: dict[str, int]) -> None:
     """A short prompt gets its first token within two steps of a prefill of 8,000 tokens."""
-    engine = HandEngine(num_blocks=2500, max_model_len=9000, **limits)
+    engine = HandEngine(num_blocks=2500, **limits)
     engine.submit(generate([i % 50 for i in range(8000)]))
     engine.step()
     short = engine.submit(generate(range(20)))
@@ -35,7 +35,7 @@ def test_a_short_prompt_starts_within_two_steps_of_a_long_one(limits: dict[str, 
 
 
 def test_a_solo_prefill_takes_large_steps() -> None:
-    engine = HandEngine(num_blocks=2500, max_model_len=9000, **SOLO)
+    engine = HandEngine(num_blocks=2500, **SOLO)
     engine.submit(generate([i % 50 for i in range(7000)]))
     sizes = [engine.step().num_tokens, engine.step().num_tokens]
     short = engine.submit(generate(range(40, 20, -1), max_tokens=2))

@@ -23,7 +23,7 @@ REPEATING = next(
     ("error", "failed"),
     [
         (ConstraintError("no token fits"), Failed("invalid_grammar", "no token fits", retryable=False)),
-        (NoTokenLeft("nothing left", [0]), Failed("invalid_request", "nothing left", retryable=False)),
+        (NoTokenLeft("nothing left"), Failed("invalid_request", "nothing left", retryable=False)),
         (ValueError("/secret"), Failed("internal_error", "the request cannot be computed", retryable=False)),
     ],
 )

@@ -26,7 +26,7 @@ class PeriodicRunner(ArithmeticRunner):
 
 
 def engine(speculation: Speculation | None, **limits) -> HandEngine:
-    made = HandEngine(200, 4, runner=PeriodicRunner(200, 4), max_model_len=400, **limits)
+    made = HandEngine(200, 4, runner=PeriodicRunner(200, 4), **limits)
     made.scheduler.speculation = speculation
     return made
 

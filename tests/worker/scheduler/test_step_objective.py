@@ -18,7 +18,7 @@ from worker.scheduler.step_objective import StepObjective
 BLOCK_SIZE = 4
 FIXED_S, DECODE_S, TOKEN_S, POSITION_S = 0.012, 0.0005, 0.0001, 5e-8
 OBJECTIVE_S = 0.045
-ENGINE = {"num_blocks": 4000, "max_model_len": 15000, "max_num_batched_tokens": 512, "max_num_seqs": 16}
+ENGINE = {"num_blocks": 4000, "max_num_batched_tokens": 512, "max_num_seqs": 16}
 
 
 def prompt(length: int, seed: int) -> list[int]:
