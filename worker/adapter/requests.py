@@ -133,7 +133,6 @@ class EngineRequests:
     async def _serve(self, active: ActiveRequest) -> None:
         """Run one request to its end, and deliver its last frame."""
         last: End | Failed | None = None
-        adapter = active.request.adapter
         try:
             last = await self._run(active)
         except EngineLostError as error:
@@ -141,8 +140,6 @@ class EngineRequests:
             self._sink.doubt()
         except EngineRefusedError as error:
             last = failed_by(error)
-            if adapter and error.status == 404:  # it was unloaded since the last list
-                last = Failed("not_ready", f"LoRA adapter {adapter!r:.200} is not loaded here", retryable=True)
             if last.code == "not_ready":
                 self._sink.doubt()
         except TimeoutError:

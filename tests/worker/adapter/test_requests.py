@@ -104,7 +104,7 @@ TGI_TOO_LONG = "Input validation error: `inputs` tokens + `max_new_tokens` must 
         (EngineRefusedError(422, TGI_TOO_LONG), "context_length_exceeded", False),
         (EngineRefusedError(401, "no"), "not_ready", True),
         (EngineRefusedError(403, "no"), "invalid_request", False),
-        (EngineRefusedError(404, "no"), "invalid_request", False),
+        (EngineRefusedError(404, "no"), "not_ready", True),
         (EngineRefusedError(429, "full"), "queue_full", True),
         (EngineRefusedError(503, "full"), "queue_full", True),
         (EngineRefusedError(500, "oh"), "engine_error", False),
