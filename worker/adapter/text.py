@@ -62,12 +62,14 @@ class _Usage(msgspec.Struct):
 
 class _Response(msgspec.Struct):
     usage: _Usage | None = None
+    status: Any = None
 
 
 class _Answer(msgspec.Struct):
     choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
     response: _Response | None = None
+    status: Any = None
     error: Any = None
     type: Any = None
     delta: Any = None
@@ -75,9 +77,10 @@ class _Answer(msgspec.Struct):
 
     @property
     def is_aborted(self) -> bool:
-        """Return whether a choice, or an answer of Messages, ends because the engine pauses, sleeps or stops."""
+        """Return whether an answer ends because the engine pauses, sleeps or stops. Most Responses do not say it."""
         delta = self.delta if self.type == "message_delta" and isinstance(self.delta, dict) else {}
         is_cut = delta.get("stop_reason", "") is None or (self.type == "message" and self.stop_reason is None)
+        is_cut = is_cut or "cancelled" in (self.status, self.response and self.response.status)  # gpt-oss
         return is_cut or "abort" in [choice.finish_reason for choice in self.choices]
 
 

@@ -113,6 +113,8 @@ async def test_streams_without_done_end_with_their_last_event(server: ScriptedHt
         (COMPLETIONS, {"choices": [{"index": 1, "text": "a", "finish_reason": "abort"}]}),
         (MESSAGES, {"type": "message_delta", "delta": {"stop_reason": None}, "usage": {"output_tokens": 3}}),
         (MESSAGES, {"type": "message", "content": []}),
+        (RESPONSES, {"type": "response.completed", "response": {"status": "cancelled"}}),
+        (RESPONSES, {"object": "response", "status": "cancelled"}),
     ],
 )
 async def test_an_aborted_answer_is_no_end(path: str, event: Any, server: ScriptedHttp, api: VllmApi) -> None:
@@ -126,6 +128,7 @@ async def test_only_apis_that_render_are_offered(server: ScriptedHttp, api: Vllm
     missing = JSONResponse({"error": {"message": "field required"}}, status_code=400)
     for path in (CHAT, f"{CHAT}/render", COMPLETIONS, f"{MESSAGES}/render"):
         server.answers[f"POST {path}"] = missing
+    del server.answers[f"POST {COMPLETIONS}/render"]
     assert await api.text_apis() == (CHAT,)
 
 
