@@ -18,8 +18,7 @@ CALL_TIMEOUT_S: Final = 5.0  # for questions that an engine answers without a st
 CONNECT_TIMEOUT_S: Final = 5.0  # a lost SYN packet is sent again after 1 s and 3 s
 KEEPALIVE_S: Final = 3.0
 """Engines close idle connections (vLLM after 5 s). This side closes first, so no request meets a closed one."""
-_MAX_ANSWER_BYTES: Final = 16 << 20
-"""Bounds what an engine can make this process hold. The first event of a stream has the ids of the prompt."""
+_MAX_ANSWER_BYTES: Final = 16 << 20  # bounds an answer, and an event, which may have all ids of a prompt
 _MAX_ERROR_BYTES: Final = 64 << 10  # and an error, whose message is cut to _MAX_MESSAGE
 _MAX_MESSAGE: Final = 8 << 10
 """Characters of an error's message."""
