@@ -148,8 +148,8 @@ class AdapterEngine:
     def refusal(self, request: GenerateRequest) -> Failed | None:
         if self._health.problem is not None:
             return Failed("not_ready", self._health.problem, retryable=True)
-        pool_tokens = self.load.num_blocks * self.member.block_size or self.bundle.max_model_len
-        return refusal(request, self.member, self.bundle.max_model_len, pool_tokens, self.bundle.vocab_size)
+        max_model_len = self.bundle.max_model_len  # and the engine knows its pool: blocks may be sharded over devices
+        return refusal(request, self.member, max_model_len, max_model_len, self.bundle.vocab_size)
 
     async def render(self, call: bytes) -> bytes:
         asked = unpack(call, EngineCall)
