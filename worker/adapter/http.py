@@ -97,7 +97,7 @@ class EngineServer(EngineApi):
             async for part in response.content.iter_any():  # up to its end, so that the connection can be reused
                 *lines, rest = (rest + part).split(b"\n")
                 if len(rest) > _MAX_ANSWER_BYTES:
-                    raise _too_long()
+                    raise AnswerTooLongError
                 for line in lines:
                     if line.startswith(b"data:") and not is_done:
                         data = line[5:].strip()
@@ -171,7 +171,7 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
         if num_bytes > (_MAX_ANSWER_BYTES if response.status == 200 else _MAX_ERROR_BYTES):
             if response.status != 200:
                 break
-            raise _too_long()
+            raise AnswerTooLongError
         parts.append(part)
     return b"".join(parts)
 
@@ -179,9 +179,8 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
 class AnswerTooLongError(EngineLostError):
     """An answer is larger than its bound."""
 
-
-def _too_long() -> AnswerTooLongError:
-    return AnswerTooLongError(f"the engine's answer has more than {_MAX_ANSWER_BYTES >> 20} MiB")
+    def __init__(self) -> None:
+        super().__init__(f"the engine's answer has more than {_MAX_ANSWER_BYTES >> 20} MiB")
 
 
 def refused(status: int, body: bytes) -> EngineRefusedError:

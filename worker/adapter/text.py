@@ -60,15 +60,10 @@ class _Usage(msgspec.Struct):
         return self.cache_read_input_tokens if details is None else details.cached_tokens
 
 
-class _Response(msgspec.Struct):
-    usage: _Usage | None = None
-    status: Any = None
-
-
 class _Answer(msgspec.Struct):
     choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
-    response: _Response | None = None
+    response: _Answer | None = None
     status: Any = None
     error: Any = None
     type: Any = None
@@ -147,6 +142,9 @@ class TextServer(EngineServer):
         # Without its processed images, which take megabytes.
         body = await self._with_model(call, "") | {"mm_payload": "none"}
         status, answer = await self._post_render(call.path, body)
+        if status == 400 and call.path == MESSAGES and type_of(body.pop("thinking", msgspec.Raw())) == b"disabled":
+            # The template always thinks, so vLLM's own Messages ask it for little.
+            status, answer = await self._post_render(call.path, body | {"output_config": {"effort": "low"}})
         if status != 200:
             raise refused(status, answer)
         with understood(f"{call.path}/render"):

@@ -149,6 +149,19 @@ def features(**identities: list[str]) -> dict[str, Any]:
     return {"mm_hashes": identities, "mm_placeholders": places, "kwargs_data": None}
 
 
+async def test_a_template_that_always_thinks_is_asked_for_little(server: ScriptedHttp, api: VllmApi) -> None:
+    """As vLLM's Messages do by themselves: only their rendering asks for no effort at all."""
+    prompt = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}}
+    refusal = JSONResponse({"error": {"message": "Harmony does not support reasoning_effort='none'"}}, 400)
+    answers = [refusal, JSONResponse(prompt), refusal, refusal]
+    server.answers[f"POST {MESSAGES}/render"] = lambda: answers.pop(0)
+    assert (await api.render(EngineCall(MESSAGES, b'{"thinking": {"type": "disabled"}}'))).prompts == ((1, 2),)
+    assert (server.bodies[-1]["output_config"], server.bodies[-1].get("thinking")) == ({"effort": "low"}, None)
+    with pytest.raises(EngineRefusedError, match="Harmony"):
+        await api.render(EngineCall(MESSAGES, b"{}"))
+    assert len(answers) == 1
+
+
 async def test_render_returns_the_places_of_images(server: ScriptedHttp, api: VllmApi) -> None:
     """Their pixels are not asked for. Other media are refused."""
     prompt: dict[str, Any] = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}, "features": None}
