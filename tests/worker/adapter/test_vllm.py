@@ -45,6 +45,7 @@ def server() -> ScriptedHttp:
     source = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5558", "replay_endpoint": None, "topic": "kv"}
     server.answers |= {
         "GET /version": JSONResponse({"version": "0.32.0"}),
+        "GET /v1/completions/render": Response(status_code=405),
         "POST /v1/completions/render": Response(status_code=400),
         "GET /v1/models": JSONResponse({"data": models}),
         "GET /metrics": PlainTextResponse(METRICS),
