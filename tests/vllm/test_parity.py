@@ -66,8 +66,6 @@ THOUGHTS: Final = ("", "I look it up.", "Zuerst prüfe ich es.\nDann …", "a < 
 
 def is_refused(path: str, body: Mapping[str, Any]) -> bool:
     """Return whether the gateway refuses a body that an engine may take."""
-    if path == "/v1/messages" and body.get("thinking") == {"type": "disabled"}:
-        return True  # by the engine's own /render, whose parser refuses this effort
     if body.get("truncate_prompt_tokens") == 0:
         return True  # by /render, in other words than those of the API
     prompts = body.get("prompt")

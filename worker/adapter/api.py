@@ -178,8 +178,8 @@ class EngineApi(Protocol):
 
 def failed_by(error: EngineRefusedError) -> Failed:
     """Return the frame for an engine's error. One that a request can cause must not count as a lost engine."""
-    if error.status == 401:  # its key was changed; a 403 may be about the request
-        return Failed("not_ready", f"the engine refuses its adapter: {error.message}", retryable=True)
+    if error.status in (401, 404):  # another key, or an unloaded LoRA adapter; a 403 may be about the request
+        return Failed("not_ready", f"the engine refuses this worker: {error.message}", retryable=True)
     if error.status in (429, 503):
         return Failed("queue_full", error.message, retryable=True, retry_after_s=1.0)
     code = "engine_error" if error.status >= 500 else "invalid_request"

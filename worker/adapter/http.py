@@ -18,8 +18,7 @@ CALL_TIMEOUT_S: Final = 5.0  # for questions that an engine answers without a st
 CONNECT_TIMEOUT_S: Final = 5.0  # a lost SYN packet is sent again after 1 s and 3 s
 KEEPALIVE_S: Final = 3.0
 """Engines close idle connections (vLLM after 5 s). This side closes first, so no request meets a closed one."""
-_MAX_ANSWER_BYTES: Final = 16 << 20  # bounds what an engine can make this process hold
-_MAX_EVENT_BYTES: Final = 4 << 20  # and an event of it
+_MAX_ANSWER_BYTES: Final = 16 << 20  # bounds an answer, and an event, which may have all ids of a prompt
 _MAX_ERROR_BYTES: Final = 64 << 10  # and an error, whose message is cut to _MAX_MESSAGE
 _MAX_MESSAGE: Final = 8 << 10
 """Characters of an error's message."""
@@ -97,8 +96,8 @@ class EngineServer(EngineApi):
             rest, is_done = b"", False
             async for part in response.content.iter_any():  # up to its end, so that the connection can be reused
                 *lines, rest = (rest + part).split(b"\n")
-                if len(rest) > _MAX_EVENT_BYTES:
-                    raise _too_long(_MAX_EVENT_BYTES)
+                if len(rest) > _MAX_ANSWER_BYTES:
+                    raise AnswerTooLongError
                 for line in lines:
                     if line.startswith(b"data:") and not is_done:
                         data = line[5:].strip()
@@ -172,7 +171,7 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
         if num_bytes > (_MAX_ANSWER_BYTES if response.status == 200 else _MAX_ERROR_BYTES):
             if response.status != 200:
                 break
-            raise _too_long(_MAX_ANSWER_BYTES)
+            raise AnswerTooLongError
         parts.append(part)
     return b"".join(parts)
 
@@ -180,9 +179,8 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
 class AnswerTooLongError(EngineLostError):
     """An answer is larger than its bound."""
 
-
-def _too_long(max_bytes: int) -> AnswerTooLongError:
-    return AnswerTooLongError(f"the engine's answer has more than {max_bytes >> 20} MiB")
+    def __init__(self) -> None:
+        super().__init__(f"the engine's answer has more than {_MAX_ANSWER_BYTES >> 20} MiB")
 
 
 def refused(status: int, body: bytes) -> EngineRefusedError:

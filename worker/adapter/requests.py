@@ -41,6 +41,9 @@ class RequestSink(Protocol):
     def doubt(self) -> None:
         """The engine was lost, or lacks a LoRA adapter: its counts and models are to be read now."""
 
+    async def liveness(self) -> str | None:
+        """Return why the engine is lost, or None. When vLLM's core has died, its server answers for a while."""
+
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
@@ -133,7 +136,6 @@ class EngineRequests:
     async def _serve(self, active: ActiveRequest) -> None:
         """Run one request to its end, and deliver its last frame."""
         last: End | Failed | None = None
-        adapter = active.request.adapter
         try:
             last = await self._run(active)
         except EngineLostError as error:
@@ -141,8 +143,8 @@ class EngineRequests:
             self._sink.doubt()
         except EngineRefusedError as error:
             last = failed_by(error)
-            if adapter and error.status == 404:  # it was unloaded since the last list
-                last = Failed("not_ready", f"LoRA adapter {adapter!r:.200} is not loaded here", retryable=True)
+            if last.code == "engine_error" and await self._sink.liveness() is not None:
+                last = Failed("worker_lost", str(error), retryable=True)
             if last.code == "not_ready":
                 self._sink.doubt()
         except TimeoutError:

@@ -60,14 +60,11 @@ class _Usage(msgspec.Struct):
         return self.cache_read_input_tokens if details is None else details.cached_tokens
 
 
-class _Response(msgspec.Struct):
-    usage: _Usage | None = None
-
-
 class _Answer(msgspec.Struct):
     choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
-    response: _Response | None = None
+    response: _Answer | None = None
+    status: Any = None
     error: Any = None
     type: Any = None
     delta: Any = None
@@ -75,9 +72,10 @@ class _Answer(msgspec.Struct):
 
     @property
     def is_aborted(self) -> bool:
-        """Return whether a choice, or an answer of Messages, ends because the engine pauses, sleeps or stops."""
+        """Return whether an answer ends because the engine pauses, sleeps or stops. Most Responses do not say it."""
         delta = self.delta if self.type == "message_delta" and isinstance(self.delta, dict) else {}
         is_cut = delta.get("stop_reason", "") is None or (self.type == "message" and self.stop_reason is None)
+        is_cut = is_cut or "cancelled" in (self.status, self.response and self.response.status)  # gpt-oss
         return is_cut or "abort" in [choice.finish_reason for choice in self.choices]
 
 
@@ -144,6 +142,9 @@ class TextServer(EngineServer):
         # Without its processed images, which take megabytes.
         body = await self._with_model(call, "") | {"mm_payload": "none"}
         status, answer = await self._post_render(call.path, body)
+        if status == 400 and call.path == MESSAGES and type_of(body.pop("thinking", msgspec.Raw())) == b"disabled":
+            # The template always thinks, so vLLM's own Messages ask it for little.
+            status, answer = await self._post_render(call.path, body | {"output_config": {"effort": "low"}})
         if status != 200:
             raise refused(status, answer)
         with understood(f"{call.path}/render"):

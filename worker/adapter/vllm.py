@@ -53,12 +53,12 @@ class VllmApi(TextServer):
         self.unplaced = None if rank is None else RESPONSES
 
     async def version(self) -> str:
-        status, _ = await self.call("GET", f"{COMPLETIONS}/render")  # 405: it takes POST only
-        if status == 404 and await self.pooling_path() is None:
+        status, answer = await self.call("POST", f"{COMPLETIONS}/render", {})  # it refuses the empty body
+        if b"--enable-scale-out" in answer or (status == 404 and await self.pooling_path() is None):
             raise EngineRefusedError(404, f"no {COMPLETIONS}/render: start vLLM 0.32 or newer with --enable-scale-out")
-        answer = await self.json("GET", "/version")
+        version = await self.json("GET", "/version")
         with understood("/version"):
-            return str(answer["version"])
+            return str(version["version"])
 
     async def precision(self) -> str:
         try:

@@ -98,7 +98,7 @@ class EngineShapes:
 
 async def _text(probe: ShapeProbe, model: ServedModel, render: Render) -> str | None:
     """Return what the engine's template writes for a probe; None if it refuses it."""
-    body = {"model": model.adapter or model.name, **_body(CHAT_PATH, probe.messages), "max_tokens": 1}
+    body = _body(CHAT_PATH, probe.messages) | {"max_tokens": 1} | ({"model": model.adapter} if model.adapter else {})
     body |= {"tools": probe.tools} if probe.tools else {}
     try:
         rendered = await render(EngineCall(CHAT_PATH, encode_json(body)))

@@ -86,15 +86,15 @@ _NOT_SENT: Final = {
     "ec_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "previous_response_id": "needs answers that are kept: send the whole conversation as `input`",
     "background": "needs answers that are kept: leave it out",
-    "output_format": "is not read by the model's engine: use output_config.format",
 }
 """Why some fields are not sent on; all others of `SENT_FIELDS` are not known to be safe."""
 _STATEFUL: Final = (
     *("stop", "structured_outputs", "response_format", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "return_prompt_text"),
+    *("return_token_ids", "repetition_detection", "vllm_xargs"),
 )
 """Fields with which the tokens so far are not enough to continue an answer."""
-_EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0"})
+_EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0", b'""'})
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
@@ -191,8 +191,7 @@ class EngineTexts:
             return None
         if not self._models.engine_writes(path, model):
             return None
-        takes_images = {path, IMAGES} <= model.facts.capabilities and path in TEXTS
-        rules = self._image_rules if takes_images else None
+        rules = self._image_rules if {path, IMAGES} <= model.facts.capabilities and path in TEXTS else None
         with _decoding():
             fields, body_error = _fields_of(body), None
             try:
@@ -203,21 +202,20 @@ class EngineTexts:
                 known.user = known.metadata.get("user_id") or known.user
             salt = request_salt(identity, known.cache_salt)
             media = await run_sliced(read_media(fields, path, rules, salt))
+            _check(path, known, fields, self._xargs)
         await _check_text(body, media, limit())
-        _check(path, known, fields, self._xargs)
         return _EngineBody(path, name, model, known, fields, media, body_error)
 
     async def _repaired(self, asked: _EngineBody) -> tuple[dict[str, Any], str]:
         """Return the body for the engine, in a shape that its template takes, and what is left out of it."""
         path, model = asked.path, asked.model
-        sent = _body(asked)
-        if path not in TEXTS or asked.error is not None:
-            return sent, ""
-        render = partial(self._render, model=model)
-        digests = frozenset(each.member.chat_probes for each in self._able(model, path))
         with _decoding():
+            sent = _body(asked)
+            if path not in TEXTS or asked.error is not None:
+                return sent, ""
+            digests = frozenset(each.member.chat_probes for each in self._able(model, path))
             sent, ignored = self._without_vendors(path, sent, model)
-            sent, repairs = await self._shapes.repaired(path, sent, model, digests, render)
+            sent, repairs = await self._shapes.repaired(path, sent, model, digests, partial(self._render, model=model))
         CURRENT.get().repairs = repairs
         return sent, ignored
 
@@ -356,6 +354,10 @@ def _body(asked: _EngineBody) -> dict[str, Any]:
         kwargs = msgspec.json.decode(fields.get("chat_template_kwargs", b"null"))
         if kwargs is None or isinstance(kwargs, dict):  # the engine refuses another type
             body["chat_template_kwargs"] = {**model.template_kwargs, **(kwargs or {})}
+    if (output_format := body.pop("output_format", None)) is not None:  # the older name, which engines do not read
+        config = decoded(body.get("output_config"))
+        if config is None or isinstance(config, dict):
+            body["output_config"] = {"format": decoded(output_format), **(config or {})}
     if path in (CHAT_PATH, COMPLETIONS_PATH):
         options = known.stream_options
         if options is not None and (options.include_usage or not known.stream):

@@ -155,6 +155,23 @@ async def test_tools_get_the_fields_that_an_engines_template_needs(path: str, ne
     assert found["tools"][1:] == tools[1:]
 
 
+@pytest.mark.parametrize("adapter", ["", "pirate"])
+async def test_probes_leave_the_name_of_the_model_to_the_worker(adapter: str) -> None:
+    """Its engine may have another name for it."""
+    rendered: list[dict[str, Any]] = []
+
+    async def render(call: EngineCall) -> Rendered:
+        rendered.append(json.loads(call.body))
+        return Rendered(((1,),), (1,))
+
+    tokenizer = SimpleNamespace(is_engine_only=True)
+    model: Any = SimpleNamespace(fingerprint="f", template=None, name="fleet", adapter=adapter, tokenizer=tokenizer)
+    fields = fields_of({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
+    prompts: Any = SimpleNamespace(shares_template=_shares)
+    await EngineShapes(prompts, is_strict=False).repaired(CHAT_PATH, fields, model, frozenset(), render)
+    assert {body.get("model", "") for body in rendered} == {adapter}
+
+
 async def _shares(*_: object) -> bool:
     return True
 

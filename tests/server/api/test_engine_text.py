@@ -141,7 +141,11 @@ async def test_reasoning_and_calls_end_with_an_error(engines: list[EngineWorker]
 
 
 @pytest.mark.parametrize(
-    "fields", [{"n": 2}, {"stop": "."}, {"presence_penalty": 1}, {"logprobs": True}, {"return_prompt_text": True}]
+    "fields",
+    [
+        *({"n": 2}, {"stop": "."}, {"presence_penalty": 1}, {"logprobs": True}, {"return_prompt_text": True}),
+        *({"return_token_ids": True}, {"vllm_xargs": {"ngram_size": 3}}),
+    ],
 )
 async def test_what_depends_on_the_output_is_not_resumed(engines: list[EngineWorker], fields: dict[str, Any]) -> None:
     engines[0].dies_after = 2
@@ -224,6 +228,14 @@ async def test_fields_of_a_wrong_type_are_the_engines(engines: list[EngineWorker
         status, _, raw = await post(target.url, chat(**fields))
         assert (status, json.loads(raw)["error"]["message"]) == (400, "a wrong type")
         assert engines[0].rendered[0].items() >= fields.items()
+
+
+@pytest.mark.parametrize("field", ["chat_template_kwargs", "vllm_xargs"])
+async def test_bytes_that_are_no_text_are_the_clients_error(engines: list[EngineWorker], field: str) -> None:
+    body = json.dumps(chat(**{field: {"a": 1}})).encode().replace(b'"a"', b'"\xff"')
+    options: dict[str, Any] = {"default_chat_template_kwargs": {"": {"thinks": False}}}
+    status, _, raw = await post_once(engine_gateway(engines[0], **options), body)
+    assert status == 400, raw
 
 
 async def test_a_long_prompt_in_the_engines_words(engines: list[EngineWorker]) -> None:

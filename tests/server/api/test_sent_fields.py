@@ -32,7 +32,7 @@ PATHS: Final = {
 CHECKED: Final = {
     "/v1/chat/completions": {"modalities", "prediction", "verbosity"},
     "/v1/responses": {"stream_options"},
-    "/v1/messages": {"context_management", "mcp_servers"},
+    "/v1/messages": {"context_management", "mcp_servers", "output_format"},
 }
 """Fields that no engine reads, and that change no answer or are read by the gateway."""
 VLLM_REFUSED: Final = {"kv_transfer_params", "ec_transfer_params", "previous_response_id", "background"}
@@ -89,9 +89,21 @@ def test_published_fields_of_sglang_are_sent_on_with_chats() -> None:
 def test_any_other_field_is_refused_by_name(path: str, name: str) -> None:
     if not _is_sent(path, name) and name not in IGNORED:
         assert refused(path, {name: "x"}) == name[:64]
+        assert refused(path, {name: ""}) is None
     assert refused(path, {name: None}) is None
     if "vllm_xargs" in SENT_FIELDS[path] and name not in SENT_XARGS:
         assert refused(path, {"vllm_xargs": {name: 1}}) == f"vllm_xargs.{name[:64]}"
+
+
+async def test_the_older_name_of_a_format_is_written_anew(engines: list[EngineWorker]) -> None:
+    """vLLM reads `output_config.format` alone."""
+    written = {"type": "json_schema", "schema": {"type": "object"}}
+    body = chat(max_tokens=1, output_format=written, output_config={"effort": "low"})
+    async with engine_gateway(engines[0]) as target:
+        status, _, raw = await post(target.url, body, "/v1/messages")
+        assert status == 200, raw
+    assert engines[0].rendered[-1]["output_config"] == {"format": written, "effort": "low"}
+    assert "output_format" not in engines[0].rendered[-1]
 
 
 async def test_what_an_engine_gets(engines: list[EngineWorker]) -> None:

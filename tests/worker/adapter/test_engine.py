@@ -46,6 +46,8 @@ async def test_refusals(api: ScriptedApi, rig: Rig) -> None:
     too_long = refusal(make_request(max_tokens=5000))
     assert too_long is not None
     assert too_long.code == "context_length_exceeded"
+    rig.engine.load = msgspec.structs.replace(rig.engine.load, num_blocks=1)
+    assert refusal(make_request(range(100, 200))) is None, "with context parallelism a block has more tokens"
     outside = refusal(make_request([99_999]))
     assert outside is not None
     assert "vocabulary" in outside.message

@@ -223,8 +223,11 @@ async def test_an_answer_without_an_end_is_given_up(server: ScriptedHttp, http: 
     server.answers |= {"GET /metrics": endless(b"x" * 65536), GENERATE: endless(b"data: " + b"x" * 65536)}
     with pytest.raises(EngineLostError, match="more than 16 MiB"):
         await http.call("GET", "/metrics", timeout_s=None)
-    with pytest.raises(EngineLostError, match="more than 4 MiB"):
+    with pytest.raises(EngineLostError, match="more than 16 MiB"):
         await read(http)
+    long = {"prompt_token_ids": [123_456] * 700_000}
+    server.answers[GENERATE] = sse(long)
+    assert len(await read(http)) == 1, "the ids of a long prompt are one event"
     server.answers[GENERATE] = endless(b"x" * 65536, 500)
     with pytest.raises(EngineRefusedError, match="xxx"):
         await read(http)

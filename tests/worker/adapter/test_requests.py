@@ -85,6 +85,16 @@ async def test_a_resumed_prompt_is_never_more_cached_than_long(api: ScriptedApi,
     assert rig.frames[key][-1].num_cached_tokens == 40
 
 
+async def test_an_internal_error_of_an_engine_that_has_died(api: ScriptedApi, rig: Rig) -> None:
+    """Its server answers for a while, and another worker can take the request."""
+    key = rig.submit(make_request())
+    call = await api.call()
+    api.healthy = False
+    call.say(EngineRefusedError(500, "EngineCore encountered an issue."))
+    await until(lambda: rig.is_over(key))
+    assert (rig.frames[key][-1].code, rig.frames[key][-1].retryable) == ("worker_lost", True)
+
+
 VLLM_TOO_LONG = "This model's maximum context length is 8 tokens. However, you requested 9 tokens."
 SGLANG_TOO_LONG = "The input (9 tokens) is longer than the model's context length (8 tokens)."
 LLAMA_TOO_LONG = "the request exceeds the available context size. try increasing the context size"
@@ -104,7 +114,7 @@ TGI_TOO_LONG = "Input validation error: `inputs` tokens + `max_new_tokens` must 
         (EngineRefusedError(422, TGI_TOO_LONG), "context_length_exceeded", False),
         (EngineRefusedError(401, "no"), "not_ready", True),
         (EngineRefusedError(403, "no"), "invalid_request", False),
-        (EngineRefusedError(404, "no"), "invalid_request", False),
+        (EngineRefusedError(404, "no"), "not_ready", True),
         (EngineRefusedError(429, "full"), "queue_full", True),
         (EngineRefusedError(503, "full"), "queue_full", True),
         (EngineRefusedError(500, "oh"), "engine_error", False),

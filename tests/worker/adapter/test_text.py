@@ -113,6 +113,8 @@ async def test_streams_without_done_end_with_their_last_event(server: ScriptedHt
         (COMPLETIONS, {"choices": [{"index": 1, "text": "a", "finish_reason": "abort"}]}),
         (MESSAGES, {"type": "message_delta", "delta": {"stop_reason": None}, "usage": {"output_tokens": 3}}),
         (MESSAGES, {"type": "message", "content": []}),
+        (RESPONSES, {"type": "response.completed", "response": {"status": "cancelled"}}),
+        (RESPONSES, {"object": "response", "status": "cancelled"}),
     ],
 )
 async def test_an_aborted_answer_is_no_end(path: str, event: Any, server: ScriptedHttp, api: VllmApi) -> None:
@@ -126,6 +128,7 @@ async def test_only_apis_that_render_are_offered(server: ScriptedHttp, api: Vllm
     missing = JSONResponse({"error": {"message": "field required"}}, status_code=400)
     for path in (CHAT, f"{CHAT}/render", COMPLETIONS, f"{MESSAGES}/render"):
         server.answers[f"POST {path}"] = missing
+    del server.answers[f"POST {COMPLETIONS}/render"]
     assert await api.text_apis() == (CHAT,)
 
 
@@ -144,6 +147,19 @@ def features(**identities: list[str]) -> dict[str, Any]:
         kind: [{"offset": 90 - 10 * at, "length": 10} for at in range(len(of))] for kind, of in identities.items()
     }
     return {"mm_hashes": identities, "mm_placeholders": places, "kwargs_data": None}
+
+
+async def test_a_template_that_always_thinks_is_asked_for_little(server: ScriptedHttp, api: VllmApi) -> None:
+    """As vLLM's Messages do by themselves: only their rendering asks for no effort at all."""
+    prompt = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}}
+    refusal = JSONResponse({"error": {"message": "Harmony does not support reasoning_effort='none'"}}, 400)
+    answers = [refusal, JSONResponse(prompt), refusal, refusal]
+    server.answers[f"POST {MESSAGES}/render"] = lambda: answers.pop(0)
+    assert (await api.render(EngineCall(MESSAGES, b'{"thinking": {"type": "disabled"}}'))).prompts == ((1, 2),)
+    assert (server.bodies[-1]["output_config"], server.bodies[-1].get("thinking")) == ({"effort": "low"}, None)
+    with pytest.raises(EngineRefusedError, match="Harmony"):
+        await api.render(EngineCall(MESSAGES, b"{}"))
+    assert len(answers) == 1
 
 
 async def test_render_returns_the_places_of_images(server: ScriptedHttp, api: VllmApi) -> None:

@@ -46,6 +46,7 @@ def server() -> ScriptedHttp:
     server.answers |= {
         "GET /version": JSONResponse({"version": "0.32.0"}),
         "GET /v1/completions/render": Response(status_code=405),
+        "POST /v1/completions/render": Response(status_code=400),
         "GET /v1/models": JSONResponse({"data": models}),
         "GET /metrics": PlainTextResponse(METRICS),
         "GET /health": Response(),
@@ -91,7 +92,12 @@ async def test_what_it_says_of_itself(api: VllmApi, server: ScriptedHttp) -> Non
 
 
 async def test_an_engine_that_renders_nothing_is_refused(api: VllmApi, server: ScriptedHttp) -> None:
-    del server.answers["GET /v1/completions/render"]
+    error = {"message": "Restart vllm serve with --enable-scale-out to enable them.", "code": 403}
+    server.answers["POST /v1/completions/render"] = JSONResponse({"error": error}, 403)
+    with pytest.raises(EngineRefusedError, match="newer with --enable-scale-out") as refused:
+        await api.version()
+    assert refused.value.status == 404, "a 403 would be about the key"
+    del server.answers["POST /v1/completions/render"]
     with pytest.raises(EngineRefusedError, match="--enable-scale-out"):
         await api.version()
 
