@@ -254,6 +254,7 @@ CASES = [
         "Let me see.",
     ),
     Case("gpt_oss", ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Köln"}', [CITY]),
+    Case("gpt_oss", ' to=functions.get_weather <|channel|>commentary json<|message|>{"city": "Köln"}', [CITY]),
     Case("gpt_oss", "plain", (), "plain"),
     # Functions: Llama 4, Gemma 3
     Case("pythonic", '[get_weather(city="Köln", days=3), now()]', [LONG, NOW]),
