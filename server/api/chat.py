@@ -177,7 +177,7 @@ async def chat_spec(
         relaxed=constraint.relaxed,
         clamps_max_tokens=limits.clamps or limits.max_tokens is None,
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(rules.thoughts.ends[0]),
-        start_of_thought_id=model.tokenizer.token_id(rules.thoughts.starts[0]),
+        start_of_thought_ids=await model.tokenizer.encode(rules.thoughts.starts[0]),
         begins_in_thoughts=rules.reasoning == "inside",
     )
     return spec, rules

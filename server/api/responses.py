@@ -238,9 +238,10 @@ def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _usage(response: ResponseStream) -> dict[str, Any]:
     usage: dict[str, Any] = response.usage()
+    details = {key: n for key, n in usage["prompt_tokens_details"].items() if key != "audio_tokens"}
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {key: n for key, n in usage["prompt_tokens_details"].items() if key != "audio_tokens"},
+        "input_tokens_details": {**details, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": usage["total_tokens"],

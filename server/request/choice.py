@@ -54,7 +54,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """The name of the conversation in the body. A session header takes precedence."""
     end_of_thought_id: int | None = None
     """The token that ends the model's reasoning, where one token does."""
-    start_of_thought_id: int | None = None
+    start_of_thought_ids: Sequence[int] = ()
     begins_in_thoughts: bool = False
     """The prompt has begun the reasoning."""
     embed: Embed | None = None

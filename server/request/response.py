@@ -175,9 +175,8 @@ def _num_reasoning_tokens(generation: Generation) -> int:
     spec, num_tokens = generation.spec, 0
     if (end := spec.end_of_thought_id) is None:
         return 0
+    start = list(spec.start_of_thought_ids)
     for ids in [choice.output_ids for choice in generation.choices]:
-        if end in ids:
-            num_tokens += ids.index(end) + 1
-        elif spec.begins_in_thoughts or (ids and ids[0] == spec.start_of_thought_id):
-            num_tokens += len(ids)
+        if spec.begins_in_thoughts or start in (ids[: len(start)], ids[1 : 1 + len(start)]):  # behind a white space
+            num_tokens += ids.index(end) + 1 if end in ids else len(ids)
     return num_tokens

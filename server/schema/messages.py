@@ -28,7 +28,7 @@ _BLOCKS: Final[dict[MessageRole, tuple[str, ...]]] = {
 """The types of blocks that each role's content may have."""
 
 
-_SERVER_CALLS: Final = ("server_tool_use", "mcp_tool_use")
+_SERVER_CALLS: Final = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
 
 
 class ContentBlock(Struct, kw_only=True):

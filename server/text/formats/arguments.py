@@ -43,7 +43,7 @@ class Tags:
     key: tuple[str, str]
     value: tuple[str, str]
     trims: bool = False
-    """A line break at either end of a value is not part of it."""
+    """A line break at either end of a value is not part of it. A key may come without the end before it."""
     line: str = ""
     """The text that a grammar writes after each argument, and before a value with a beginning of its own."""
 
@@ -77,10 +77,10 @@ class Tags:
     def _value(self, reader: TextReader, types: frozenset[str], ends: Sequence[str]) -> Checking:
         if self.value[0]:
             yield from reader.begins((self.value[0],))
-        breaks = ("\n", "") if self.trims else ("",)
+        breaks, keys = (("\n", ""), (self.opening,)) if self.trims else (("",), ())
         if self.trims and (yield from reader.starts(("\n",))):
             reader.text = reader.text[1:]
-        after = [line + end for line in breaks for end in (self.value[1], self.opening, ends[0])]
+        after = [line + end for line in breaks for end in (self.value[1], *keys, ends[0])]
         emit, parts = partial(reader.emit, "arguments"), list[str]()
         if types == {"string"}:
             emit('"')

@@ -20,7 +20,7 @@ _MESSAGE: Final = "<|message|>"
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"\bto=([\w.:/-]+)")
 _HEADER: Final = re.compile(
-    r"(?:<\|start\|>\s*[a-z]*)?(?:\s+to=[\w.:/-]*)?(?:<\|channel\|>\s*[a-z]*)?(?:\s+to=[\w.:/-]*)?"
+    r"(?:<\|start\|>\s*[a-z]*)?(?:\s+to=[\w.:/-]*)?\s*(?:<\|channel\|>\s*[a-z]*)?(?:\s+to=[\w.:/-]*)?"
     r"\s*(?:<\|constrain\|>)?\s*[a-z]*(?:<[|a-z]*>?)?"
 )
 

@@ -406,6 +406,24 @@ async def test_required_calls_may_follow_thoughts(begun: bool, special: bool) ->
         await check_grammar(worker, worker.received[0], taken=call, refused="Well")
 
 
+@pytest.mark.parametrize(
+    ("text", "num_tokens"),
+    [
+        ("<|channel|>analysis<|message|>Well, 4.", None),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes", "<|end|>"),
+        ("<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>final<|message|>Yes", 0),
+    ],
+)
+async def test_the_tokens_of_thoughts_on_a_channel(text: str, num_tokens: int | str | None) -> None:
+    """All of an answer that is cut within them, and none of a first message on another channel."""
+    worker = worker_of("gpt_oss", text, special=True)
+    if not isinstance(num_tokens, int):
+        end = Tokenizer.from_str(worker.bundle.tokenizer_json.decode()).token_to_id("<|end|>")
+        num_tokens = worker.reply.index(end) + 1 if num_tokens else len(worker.reply)
+    _, _, raw = await post_once(gateway(worker), chat(max_tokens=len(worker.reply)))
+    assert json.loads(raw)["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_tokens
+
+
 async def test_a_template_without_tools_is_read_in_both_forms() -> None:
     """Its prompt asks for Hermes' form, and the model may write its own."""
     template = f"{{{{ messages[0].content }}}}{{# {BEGIN} #}}"

@@ -6,6 +6,8 @@ import json
 import time
 from typing import Any
 
+from openai.types.responses import Response
+
 from server.api.prompts.items import messages_of_items
 from server.schema.fields import TextPart
 from server.schema.requests import InputItem, ResponsesRequest
@@ -26,6 +28,7 @@ async def test_text_streamed_and_unstreamed(says: Says) -> None:
         answer = await sdk.responses.create(model="tiny", input="Capital?", instructions="Be brief.", store=False)
         assert answer.output_text == "The capital is Paris. 🎉"
         assert answer.status == "completed"
+        Response.model_validate(answer.to_dict())  # the client itself fills in no missing field
         assert answer.usage is not None
         assert answer.usage.input_tokens_details.cached_tokens == 16
         assert answer.usage.input_tokens == len(worker.received[0].prompt_ids)

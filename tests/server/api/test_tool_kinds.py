@@ -279,6 +279,8 @@ async def test_a_history_of_another_server_in_messages(says: Says) -> None:
         {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}},
         {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result", "url": "u"}]},
         {"type": "code_execution_tool_result", "tool_use_id": "s2", "content": {"type": "code_execution_result"}},
+        {"type": "mcp_tool_listing", "mcp_server_name": "s", "tools": [{"name": "f", "input_schema": {}}]},
+        {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}, "trigger": None},
         {"type": "text", "text": "Found."},
     ]
     messages = [
@@ -288,7 +290,7 @@ async def test_a_history_of_another_server_in_messages(says: Says) -> None:
     ]
     status, headers, raw = await post_once(gateway(worker), asked("/v1/messages", messages=messages), "/v1/messages")
     assert status == 200, raw
-    assert headers["x-headstart-ignored"] == "server_tool_use, web_search_tool_result, code_execution_tool_result"
+    assert headers["x-headstart-ignored"] == ", ".join(block["type"] for block in blocks[:-1])
     assert "Found." in says.prompt(worker)
 
 

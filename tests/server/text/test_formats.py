@@ -176,6 +176,11 @@ CASES = [
         "hm",
         "inside",
     ),
+    Case(
+        "glm47",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>the <arg_key> of GLM</arg_value></tool_call>",
+        [("get_weather", {"city": "the <arg_key> of GLM"})],
+    ),
     # MiniMax
     Case(
         "minimax_m2",
@@ -186,6 +191,12 @@ CASES = [
         "Hi",
         "hm\n",
         "inside",
+    ),
+    Case(
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="get_weather"><parameter name="city"><a><parameter name="b" value="c"/></a>'
+        '</parameter><parameter name="days">3</parameter></invoke></minimax:tool_call>',
+        [("get_weather", {"city": '<a><parameter name="b" value="c"/></a>', "days": 3})],
     ),
     Case(
         "minimax_m2",
@@ -254,6 +265,7 @@ CASES = [
         "Let me see.",
     ),
     Case("gpt_oss", ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Köln"}', [CITY]),
+    Case("gpt_oss", ' to=functions.get_weather <|channel|>commentary json<|message|>{"city": "Köln"}', [CITY]),
     Case("gpt_oss", "plain", (), "plain"),
     # Functions: Llama 4, Gemma 3
     Case("pythonic", '[get_weather(city="Köln", days=3), now()]', [LONG, NOW]),
