@@ -152,9 +152,8 @@ class Ledger:
                 counts[block_hash] -= 1
             else:
                 del counts[block_hash], live.computed_by[block_hash]
-        if request.first_token_s is None:  # the next request with its blocks computes them
-            left = {each for each in hashes if live.computed_by.get(each) is request}
-            for other, blocks in live.requests.items() if left else ():
+        if request.first_token_s is None and (left := {h for h in hashes if live.computed_by.get(h) is request}):
+            for other, blocks in live.requests.items():  # the next one with these blocks computes them
                 live.computed_by.update(dict.fromkeys(left.intersection(blocks), other))
                 left.difference_update(blocks)
         if hashes[0] not in counts:

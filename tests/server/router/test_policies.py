@@ -173,7 +173,8 @@ def test_round_robin_takes_turns_and_survives_a_changing_fleet() -> None:
 
 
 def test_round_robin_takes_turns_for_each_model() -> None:
-    policy, seen = make_policy("round_robin"), []
+    policy = make_policy("round_robin")
+    seen = []
     for model, names in (("m", "ab"), ("other", "cd")) * 2:
         request, workers = replace(make_request(), model=model), [view(name) for name in names]
         (name,) = chosen(policy, request, *workers)
