@@ -43,9 +43,10 @@ SharedPrefix = dict[str, Any]
 class _Live:
     """The blocks of live requests at one worker."""
 
+    requests: dict[TrackedRequest, Sequence[BlockHash]] = field(default_factory=dict)
     num_requests: dict[BlockHash, int] = field(default_factory=dict)
     computed_by: dict[BlockHash, TrackedRequest] = field(default_factory=dict)
-    """The request that came first."""
+    """The first to come of those that have not failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,12 +129,12 @@ class Ledger:
         if not hashes:
             return 0
         live = self._live.setdefault(incarnation, _Live())
-        counts, computed_by = live.num_requests, live.computed_by
-        before = len(counts)
+        live.requests[request] = hashes
+        counts, before = live.num_requests, len(live.num_requests)
         for block_hash in hashes:
             counts[block_hash] = count = counts.get(block_hash, 0) + 1
             if count == 1:
-                computed_by[block_hash] = request
+                live.computed_by[block_hash] = request
         beginning = self._beginning.setdefault(hashes[0], {})
         beginning.pop(incarnation, None)
         beginning[incarnation] = None
@@ -145,11 +146,16 @@ class Ledger:
         if live is None or not hashes:
             return 0
         counts, before = live.num_requests, len(live.num_requests)
+        del live.requests[request]
         for block_hash in hashes:
             if counts[block_hash] > 1:
                 counts[block_hash] -= 1
             else:
                 del counts[block_hash], live.computed_by[block_hash]
+        if request.first_token_s is None and (left := {h for h in hashes if live.computed_by.get(h) is request}):
+            for other, blocks in live.requests.items():  # the next one with these blocks computes them
+                live.computed_by.update(dict.fromkeys(left.intersection(blocks), other))
+                left.difference_update(blocks)
         if hashes[0] not in counts:
             beginning = self._beginning[hashes[0]]
             del beginning[incarnation]

@@ -145,20 +145,16 @@ class WorkerLoadEstimate:
         return True
 
     def _dequeue(self, request: TrackedRequest) -> None:
-        if request not in self._queue:
-            return
         del self._queue[request]
         self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
 
-    def close(self, request: TrackedRequest, now_s: float, num_shared_blocks: int = 0) -> bool:
-        """Forget it. Other live requests have `num_shared_blocks` of its blocks. Return False if closed before."""
-        if request.closed:
-            return False
+    def close(self, request: TrackedRequest, now_s: float, num_shared_blocks: int = 0) -> None:
+        """Forget it, once. Other live requests have `num_shared_blocks` of its blocks."""
         request.closed = True
-        self._dequeue(request)
+        if request in self._queue:
+            self._dequeue(request)
         self._count_blocks(num_shared_blocks - request.num_blocks, now_s)
         self.num_outstanding -= 1
-        return True
 
     def observe(self, load: WorkerLoad, written_s: float, gateway_id: GatewayId) -> None:
         """Apply a report written at `written_s` of the local clock, unless it is as old as the last."""

@@ -98,18 +98,19 @@ class LongestPrefix(Policy):
 
 
 class RoundRobin(Policy):
-    """Each worker in turn, in the order of their ids."""
+    """Each worker of a model in turn, in the order of their ids."""
 
     def __init__(self) -> None:
-        self._last = ""
+        self._last: dict[str, str] = {}
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         ids = [worker.member.worker_id for worker in workers]
-        chosen = min((worker_id for worker_id in ids if worker_id > self._last), default=min(ids))
+        last = self._last.get(request.model, "")
+        chosen = min((worker_id for worker_id in ids if worker_id > last), default=min(ids))
         return [0.0 if worker_id == chosen else 1.0 for worker_id in ids]
 
     def on_dispatch(self, request: RouteRequest, worker: WorkerView) -> None:
-        self._last = worker.member.worker_id
+        self._last[request.model] = worker.member.worker_id
 
 
 class LeastLoad(Policy):

@@ -146,7 +146,7 @@ class ShortList:
         self.assigned_s = sum(self._assigned_s.values())
         self._affinity_workers.clear()
         self._turn = 0
-        self._loads = ()
+        self._loads, self._load_s = (), {}
 
 
 def _depth_and_load(holder: tuple[int, Candidate]) -> tuple[int, int]:

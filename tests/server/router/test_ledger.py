@@ -169,6 +169,16 @@ def test_blocks_live_as_long_as_a_request_with_them() -> None:
     assert not live.ledger._beginning
 
 
+def test_the_next_request_computes_the_blocks_of_one_that_failed() -> None:
+    live, hashes = Live(), random_chain(8)
+    first, second, third = (live.open(hashes[:length]) for length in (8, 4, 6))
+    live.ledger.closed(W, *first)
+    assert [live.ledger._live[W].computed_by[each] for each in hashes[3:6]] == [second[0], third[0], third[0]]
+    second[0].first_token_s = live.now_s
+    live.ledger.closed(W, *second)
+    assert live.ledger._live[W].computed_by[hashes[3]] is second[0], "it has computed them"
+
+
 def test_a_short_request_counts_until_the_index_has_it() -> None:
     live, hashes = Live(), random_chain(8)
     answered, failed = live.open(hashes[:5]), live.open(hashes)

@@ -172,6 +172,17 @@ def test_round_robin_takes_turns_and_survives_a_changing_fleet() -> None:
     assert seen == ["a", "b", "c", "a", "b"]
 
 
+def test_round_robin_takes_turns_for_each_model() -> None:
+    policy = make_policy("round_robin")
+    seen = []
+    for model, names in (("m", "ab"), ("other", "cd")) * 2:
+        request, workers = replace(make_request(), model=model), [view(name) for name in names]
+        (name,) = chosen(policy, request, *workers)
+        policy.on_dispatch(request, view(name))
+        seen.append(name)
+    assert seen == ["a", "c", "b", "d"]
+
+
 def test_least_load_counts_requests() -> None:
     workers = [view("a", num_running=2), view("b", num_running=1, queue_s=50.0)]
     assert chosen(make_policy("least_load"), make_request(), *workers) == {"b"}

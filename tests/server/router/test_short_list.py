@@ -98,6 +98,7 @@ def test_workers_that_leave_and_join_are_in_the_order() -> None:
     joined = [each for each in fleet(110) if each.member.worker_id >= "w020"]
     placed = {place(scorer, joined, chain(40)).worker.worker_id for _ in range(10)}
     assert placed == {WorkerId(f"w{number}") for number in range(100, 110)}
+    assert len(scorer._short_lists["m"]._load_s) == len(joined), "nothing is kept of those that left"
 
 
 def test_the_load_of_a_large_fleet_counts_what_was_placed() -> None:
