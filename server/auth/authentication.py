@@ -84,12 +84,12 @@ class AuthenticationMiddleware:
         if scope["path"] in OPEN_PATHS:
             return self._app(scope, receive, send)
         scope[IDENTITY] = identity = self._authenticator.authenticate(scope)
-        if identity.usage is None:
-            return self._app(scope, receive, send)
-        CURRENT.get().limit_headers = identity.usage.headers
-        if scope["method"] != "POST":
-            return self._app(scope, receive, send)
-        return self._limited(identity.usage, scope, receive, send)
+        CURRENT.get().tenant, usage = identity.tenant, identity.usage
+        if usage is not None:
+            CURRENT.get().limit_headers = usage.headers
+            if scope["method"] == "POST":
+                return self._limited(usage, scope, receive, send)
+        return self._app(scope, receive, send)
 
     async def _limited(self, usage: KeyUsage, scope: Scope, receive: Receive, send: Send) -> None:
         usage.admit()

@@ -29,7 +29,7 @@ from server.usage.totals import UsageTotals
 from server.workers.fleet import Fleet, NoIndex
 
 REFUSED: Final = "refused"
-_NO_REPORT: Final = dict.fromkeys(("numerics", "hit_rate", "lease_left_s", "published_blocks", "load"))
+_NO_REPORT: Final = dict.fromkeys(("numerics", "revision", "hit_rate", "lease_left_s", "published_blocks", "load"))
 STATES: Final = ("serving", "standby", "learning", "draining", "broken")
 
 
@@ -121,6 +121,7 @@ class Overview(Collector):
             "epoch": member.epoch,
             "url": member.url,
             "numerics": member.numerics,
+            "revision": self.api.services.models.revision(member),
             "block_size": member.block_size,
             "max_model_len": member.max_model_len,
             "step_objective_s": member.step_objective_s or None,

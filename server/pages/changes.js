@@ -6,7 +6,7 @@ import { clock, count, plural } from "./format.js";
 
 const LATELY_S = 300;
 const TONES = { died: "bad", refused: "warn", failed: "bad", "not reached": "bad", "breaker opened": "bad", drains: "warn", forgotten: "warn" };
-const BAD = { dead: "is dead", broken: "fails", refused: "is refused", unreachable: "cannot be reached" };
+const BAD = { dead: "has been dead", broken: "has failed", refused: "has been refused", unreachable: "has been out of reach" };
 
 export class Changes {
   constructor() {

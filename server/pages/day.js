@@ -112,13 +112,16 @@ function showErrors(errors, hours) {
   setText(byId("errors-time"), time(hours));
 }
 
+/** Returns the requests that neither had an answer nor are to blame on the fleet, where there are any. */
+const others = (sums) => ["wrong", "left"].map((name) => (sums[name] ? `, ${count(sums[name])} ${name}` : "")).join("");
+
 function sentence(sums, hours) {
   const number = requests(sums);
   const when = time(hours).replace("in", "In");
   if (!number) return `${when}: no requests.`;
   const cached = percent(sums.prompt_tokens ? sums.cached_tokens / sums.prompt_tokens : null);
   return (
-    `${when}: ${plural(number, "request")}, ${count(sums.refused)} refused, ${count(sums.failed)} failed. ` +
+    `${when}: ${plural(number, "request")}, ${count(sums.refused)} refused, ${count(sums.failed)} failed${others(sums)}. ` +
     `${cached} of the prompt tokens came from a cache, which saved ${seconds(sums.prefill_saved_s)} of prefill; ` +
     `${seconds(sums.prefill_s)} were computed. Requests waited ${seconds(sums.queue_s / Math.max(1, placed(sums)))} on average.`
   );
@@ -127,7 +130,8 @@ function sentence(sums, hours) {
 /** Draws a column of stacked bars for each time, the largest of all at full height. */
 function bars(svg, columns, times, { parts, of, show }, bounds) {
   const values = columns.map((sums) => of(sums, bounds));
-  const top = Math.max(1e-9, ...values.map((stack) => stack.reduce((sum, value) => sum + value, 0)));
+  const heights = values.map((stack) => stack.reduce((sum, value) => sum + value, 0));
+  const top = Math.max(1e-9, ...heights);
   svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
   svg.setAttribute("preserveAspectRatio", "none");
   const step = WIDTH / COLUMNS;
@@ -146,5 +150,5 @@ function bars(svg, columns, times, { parts, of, show }, bounds) {
     return group;
   });
   svg.replaceChildren(...groups);
-  setText(byId(`${svg.id}-top`), top < 1e-6 ? "" : `up to ${show(top)}`);
+  setText(byId(`${svg.id}-top`), top < 1e-6 ? "" : `up to ${show(top)}, at ${minute(times[heights.indexOf(top)])}`);
 }

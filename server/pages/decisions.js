@@ -234,7 +234,7 @@ const length = (candidate, isCost) => (isCost ? (candidate.cost ?? 0) : candidat
 
 const untilFirstToken = (candidate) => candidate.wait_s + candidate.fetch_s + candidate.prefill_s;
 
-const STAGES = [["queue", "wire", "wire"], ["prefill", "wait", "waited"], ["first_token", "prefill", "prefill"], ["end", "answer", "answer"]];
+const STAGES = [["queue", "wire", "between processes"], ["prefill", "wait", "waited"], ["first_token", "prefill", "prefill"], ["end", "answer", "answer"]];
 
 /** Shows how long the request waited, was computed and was answered, as far as it has come. */
 class Timeline {

@@ -149,12 +149,12 @@ class Row {
     setAttribute(this.element, "class", this.element.classList.contains("flash") ? `${worker.state} flash` : worker.state);
     setAttribute(this.dot, "class", `dot ${TONES[worker.state]}`);
     setText(this.word, WORDS[worker.state]);
-    const isSteady = worker.state === "serving" || worker.state === "standby";
+    const isSteady = worker.state === "serving";
     this.more.hidden = isSteady;
     setText(this.more, isSteady ? "" : `since ${clock(worker.since)}${worker.reason ? `: ${worker.reason}` : ""}`);
     setAttribute(this.word, "title", `since ${clock(worker.since)}`);
     setText(this.numerics, (oneModel ? worker.numerics : worker.model) ?? "");
-    setAttribute(this.numerics, "title", `${worker.model}, ${worker.numerics ?? "unknown"}, ${worker.url}, epoch ${worker.epoch}`);
+    setAttribute(this.numerics, "title", `${worker.model}, ${worker.numerics ?? "unknown"}, revision ${worker.revision ?? "not learnt"}, ${worker.url}, epoch ${worker.epoch}`);
     setText(this.cells.running, count(load?.running));
     setText(this.cells.waiting, count(load?.waiting));
     setText(this.cells.hits, percent(worker.hit_rate));

@@ -14,6 +14,7 @@ from server.metrics import LATENCY_S
 from server.usage.account import CLIENT_LEFT, Account
 
 MINUTES: Final = 24 * 60  # a day
+MAX_NAMED: Final = 256  # more pairs of code and tenant are counted by code
 COLUMNS: Final = (
     *("answered", "wrong", "refused", "failed", "left"),
     *("prompt_tokens", "cached_tokens", "output_tokens", "queue_s", "wire_s", "prefill_s", "prefill_saved_s"),
@@ -36,9 +37,9 @@ class DayHistory:
         self._clock = clock
         self._minutes: deque[tuple[int, defaultdict[str, _Row]]] = deque(maxlen=MINUTES)
         self.turned_away = Counter[tuple[str, str]]()
-        """Requests since the start that were refused or failed: which of these, and the error's code."""
+        """Requests since the start that were refused or failed: which of these, and the error's code and tenant."""
 
-    def add(self, status: int, error: str, account: Account | None) -> None:
+    def add(self, status: int, error: str, account: Account | None, tenant: str = "") -> None:
         """Count a request that has ended. `account`: None for one that reached no route of a model."""
         minute = int(self._clock() // 60)
         if not self._minutes or self._minutes[-1][0] != minute:
@@ -49,7 +50,9 @@ class DayHistory:
         if error:
             row.errors[error] += 1
         if result in ("refused", "failed"):
-            self.turned_away[result, error] += 1
+            named = result, f"{error}, tenant {tenant}" if tenant else error
+            is_known = named in self.turned_away or len(self.turned_away) < MAX_NAMED
+            self.turned_away[named if is_known else (result, error)] += 1
         if account is None:
             return
         for name, amount in account.sums().items():

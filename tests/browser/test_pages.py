@@ -171,11 +171,12 @@ CUT = """() => {
       if (isHidden(e)) return false;
       for (let up = e.parentElement; up !== panel; up = up.parentElement) if (scrolls(up)) return false;
       const box = e.getBoundingClientRect();
-      return box.right > edge.right + 1 || box.left < edge.left - 1;
+      const isOver = e.tagName === "TH" && e.scrollWidth > e.clientWidth + 1;
+      return isOver || box.right > edge.right + 1 || box.left < edge.left - 1;
     }).map((e) => `${panel.querySelector("h2")?.textContent}: ${e.tagName} ${e.className} ${e.textContent}`);
   });
 }"""
-"""Returns what is outside of its panel, and cannot be scrolled to."""
+"""Returns what is outside of its panel, or lies over its neighbour, and cannot be scrolled to."""
 
 MARKDOWN = """\
 | model | tokens |

@@ -25,6 +25,7 @@ from server.router.load_tracker import WorkerLoadEstimate
 from server.router.placement import Placement
 from server.router.queue import RequestQueue
 from server.router.types import NoWorkerError, RouteRequest
+from server.usage.day import DayHistory
 from server.workers.fleet import Fleet
 from tests.server.scripted_worker import QuietServer, ScriptedWorker, listening
 from tests.waiting import until
@@ -109,6 +110,7 @@ class RunningGateway:
     fleet: Fleet
     public: Application
     endpoint: EndpointServices
+    day: DayHistory
 
 
 @asynccontextmanager
@@ -145,7 +147,7 @@ async def gateway(
         try:
             url = f"http://{server.address}"
             parts = built.metrics, built.models, built.requests.queue, built.ops, built.fleet, built.public
-            yield RunningGateway(url, router, list(workers), *parts, built.endpoint)
+            yield RunningGateway(url, router, list(workers), *parts, built.endpoint, built.day)
             # However the requests have ended, nothing of them is left.
             await until(
                 lambda: not (built.requests.queue.num_tokens or built.watch._streams or built.keep_alive._writers)

@@ -196,6 +196,7 @@ async def test_rates_are_enforced_and_in_headers(worker: ScriptedWorker, keys: d
         assert headers.getall("x-ratelimit-remaining-requests") == ["0"]
         assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
         assert (await post(target.url, chat(), **bearer("My API Key")))[0] == 200, "a limit is one key's"
+        assert target.day.turned_away == {("refused", "rate_limit_exceeded, tenant one"): 1}, "seen by operators"
 
 
 async def test_a_prompt_that_a_shutdown_refuses_uses_no_tokens(worker: ScriptedWorker, keys: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 import pytest
 
 from server.usage.account import Account
-from server.usage.day import COLUMNS, MINUTES, DayHistory, outcome
+from server.usage.day import COLUMNS, MAX_NAMED, MINUTES, DayHistory, outcome
 
 
 def account(status: int = 200) -> Account:
@@ -50,6 +50,17 @@ def test_requests_are_summed_by_minute() -> None:
     assert sum(first["first_tokens"]) == first["first_tokens"][bisect_left(report["first_token_bounds_s"], 0.02)] == 1
     assert (early["model"], early["refused"], early["errors"]) == ("", 1, {"rate_limit_exceeded": 1})
     assert (second["at"], second["failed"], second["answered"]) == (720, 1, 0)
+
+
+def test_who_was_turned_away_is_named() -> None:
+    day = DayHistory()
+    for number in range(MAX_NAMED + 5):
+        day.add(429, "queue_full", None, f"t{number}")
+    day.add(429, "queue_full", None, "t1")
+    day.add(400, "bad", None, "t1")
+    assert day.turned_away["refused", "queue_full, tenant t1"] == 2
+    assert day.turned_away["refused", "queue_full"] == 5
+    assert len(day.turned_away) == MAX_NAMED + 1
 
 
 def test_a_minute_of_yesterday_is_forgotten() -> None:
