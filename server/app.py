@@ -110,11 +110,7 @@ def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
     methods, exposed = ("GET", "POST"), ("x-request-id", "retry-after", "retry-after-ms", "openai-processing-ms")
     return [
         Middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=methods,
-            allow_headers=("*",),
-            expose_headers=exposed,
+            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",), expose_headers=exposed
         )
     ]
 

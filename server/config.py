@@ -139,8 +139,7 @@ class GatewayConfig(SharedConfig):
         3.0, "a request that would wait longer at its worker waits at the gateway; 0: none does (default 3)", least=0
     )
     scale_objective_s: float = _fleet(
-        3.0,
-        "wait of a queue that is short enough: what waits longer raises `headstart_workers_needed` (default 3)",
+        3.0, "wait of a queue that is short enough: what waits longer raises `headstart_workers_needed` (default 3)"
     )
     max_copies: int = _fleet(
         4, "copies of hot prefixes to other workers that are made at a time; 0: none (default 4)", least=0

@@ -116,11 +116,7 @@ class Gateway:
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         self.models = Models(self._client, self._executor, config, lambda name: self.fleet.may_have(name))
         self.fleet = Fleet(
-            self._index,
-            self._client.state,
-            targets=config.workers,
-            cluster_secret=secret,
-            networks=networks,
+            self._index, self._client.state, targets=config.workers, cluster_secret=secret, networks=networks
         )
 
         queue = RequestQueue[asyncio.Future[Placement]](config.hold_s, config.max_queued_tokens)

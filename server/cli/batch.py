@@ -289,26 +289,21 @@ def parser() -> CommandParser:
         command="batch",
         description="Answer a file of requests in OpenAI's batch format. Run it again after a kill: it goes on.",
     )
-    p.add_argument(
-        "requests", type=Path, metavar="IN", help="a line of JSON for each request: custom_id, method, url, body"
-    )
-    p.add_argument(
-        "answers", type=Path, metavar="OUT", help="answers are appended here, in the order in which they come"
-    )
-    p.add_argument("--url", type=web_url, default="http://127.0.0.1:8000", help="the server, with or without /v1")
-    p.add_argument("--api-key-file", type=secret_file, metavar="FILE", help="key that the server wants")
-    p.add_argument("--ca-file", type=Path, metavar="FILE", help="CA of its certificate (default: the system's)")
-    p.add_argument("--concurrency", type=between(1, 10_000), default=64, metavar="N", help="open requests (default 64)")
-    p.add_argument(
+    add = p.add_argument
+    add("requests", type=Path, metavar="IN", help="a line of JSON for each request: custom_id, method, url, body")
+    add("answers", type=Path, metavar="OUT", help="answers are appended here, in the order in which they come")
+    add("--url", type=web_url, default="http://127.0.0.1:8000", help="the server, with or without /v1")
+    add("--api-key-file", type=secret_file, metavar="FILE", help="key that the server wants")
+    add("--ca-file", type=Path, metavar="FILE", help="CA of its certificate (default: the system's)")
+    add("--concurrency", type=between(1, 10_000), default=64, metavar="N", help="open requests (default 64)")
+    add(
         "--order",
         choices=("prefix", "file"),
         default="prefix",
         help="prefix: lines that share one follow each other and find it cached; file: as they stand (default prefix)",
     )
-    p.add_argument(
-        "--timeout-s", type=between(1, 1e6, float), default=600.0, metavar="S", help="of one try (default 600)"
-    )
-    p.add_argument(
+    add("--timeout-s", type=between(1, 1e6, float), default=600.0, metavar="S", help="of one try (default 600)")
+    add(
         "--retry-s",
         type=between(0, kind=float),
         default=600.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from server.cli.common import BAD_USAGE, CommandError
 
@@ -23,7 +24,7 @@ STABLE_AFTER_S: Final = 60.0
 MAX_LAST_LINES: Final = 20  # shown of a quiet child that dies: the end of a traceback
 MAX_LINE_BYTES: Final = 1 << 20  # asyncio's default of 64 KiB ends the reading at a longer line
 _PR_SET_PDEATHSIG: Final = 1  # from linux/prctl.h
-_READY: Final = b'{"event": "ready"'
+_FOR_PROGRAMS: Final = b'{"event": '
 
 
 class Child:
@@ -32,8 +33,10 @@ class Child:
     def __init__(
         self, name: str, command: Sequence[str], on_line: Callable[[str], None], *, quiet: bool = False
     ) -> None:
-        """`on_line` receives every line of output; if `quiet`, only the last ones, when the child dies."""
+        """`on_line` receives every human-readable line; if `quiet`, only the last ones, when the child dies."""
         self.name = name
+        self.said: dict[str, Any] = {}
+        """The last JSON object of the process that runs."""
         self.process: asyncio.subprocess.Process | None = None
         self._command = command
         self._on_line = on_line
@@ -51,6 +54,7 @@ class Child:
         while not self._stopping.is_set():
             started_s = time.monotonic()
             code = await self.run_once()
+            self.said = {}
             if self._stopping.is_set():
                 return
             if code == BAD_USAGE and not self._was_ready:
@@ -91,8 +95,11 @@ class Child:
         last_lines: deque[str] = deque(maxlen=MAX_LAST_LINES)
         on_line = last_lines.append if self._quiet else self._on_line
         while line := await process.stdout.readline():
-            self._was_ready = self._was_ready or line.startswith(_READY)
-            on_line(line.decode(errors="replace").rstrip())
+            if line.startswith(_FOR_PROGRAMS):
+                self.said = json.loads(line)
+                self._was_ready |= self.said["event"] == "ready"
+            else:
+                on_line(line.decode(errors="replace").rstrip())
         code = await process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS has the second for a group that is gone
             os.killpg(process.pid, signal.SIGKILL)  # its own children, such as a compiler

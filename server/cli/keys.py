@@ -53,19 +53,18 @@ def parser() -> CommandParser:
     new = commands.add_parser("new", help="make a key, shown once, and its entry for the file")
     digest = commands.add_parser("digest", help="make the entry of a key that exists, read from standard input")
     for command in (new, digest):
-        command.add_argument("--tenant", required=True, help="whose key it is: one tenant, one cache")
-        command.add_argument("--name", help="name of the key in logs")
-        command.add_argument("--models", nargs="+", metavar="MODEL", help="models that it may use (default: all)")
-        command.add_argument("--requests-per-minute", type=int, metavar="N", help="requests begun (default: no limit)")
-        command.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and answer (default: no limit)")
-        command.add_argument("--max-streams", type=int, metavar="N", help="open requests (default: no limit)")
-        command.add_argument("--tokens-per-day", type=int, metavar="N", help="prompt and answer (default: no limit)")
-        command.add_argument("--weight", type=float, metavar="X", help="share of a busy fleet (default: 1)")
-        command.add_argument("--may-prioritise", action="store_true", default=None, help="may set `priority`")
-        command.add_argument(
-            "--trusted-front", action="store_true", default=None, help="a gateway's, which names tenants in a header"
-        )
-        command.add_argument("--file", type=Path, help="append the entry there instead of printing it")
+        add = command.add_argument
+        add("--tenant", required=True, help="whose key it is: one tenant, one cache")
+        add("--name", help="name of the key in logs")
+        add("--models", nargs="+", metavar="MODEL", help="models that it may use (default: all)")
+        add("--requests-per-minute", type=int, metavar="N", help="requests begun (default: no limit)")
+        add("--tokens-per-minute", type=int, metavar="N", help="prompt and answer (default: no limit)")
+        add("--max-streams", type=int, metavar="N", help="open requests (default: no limit)")
+        add("--tokens-per-day", type=int, metavar="N", help="prompt and answer (default: no limit)")
+        add("--weight", type=float, metavar="X", help="share of a busy fleet (default: 1)")
+        add("--may-prioritise", action="store_true", default=None, help="may set `priority`")
+        add("--trusted-front", action="store_true", default=None, help="a gateway's, which names tenants in a header")
+        add("--file", type=Path, help="append the entry there instead of printing it")
     check = commands.add_parser("check", help="check whether a key file is valid")
     check.add_argument("file", type=Path)
     return p
@@ -82,8 +81,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("no key on standard input")
     if len(key) < MIN_CHARS:
         print(
-            f"headstart keys: {len(key)} characters can be guessed by trying; use `headstart keys new`",
-            file=sys.stderr,
+            f"headstart keys: {len(key)} characters can be guessed by trying; use `headstart keys new`", file=sys.stderr
         )
     entry = entry_text(key, args)
     if args.file is not None:

@@ -52,7 +52,6 @@ _EXAMPLES: Final[dict[str, dict[str, Any]]] = {
     "/score": {"text_1": _QUESTION, "text_2": "Paris"},
 }
 """Fields of a first request, by route. Other routes have an `input`."""
-_FOR_PROGRAMS: Final = '{"event": '
 
 
 def parser() -> CommandParser:
@@ -182,13 +181,11 @@ class Supervisor:
         self._socket = folder / "redis.sock"
         self._redis_url = args.redis or f"unix://{self._socket}"
         self._started_s = time.monotonic()
-        self._children: list[Child] = []
+        self._children: dict[str, Child] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_requested = asyncio.Event()
         self._workers: list[str] = []
         """Names of own workers, and of those in front of engines that have answered."""
-        self._said: dict[str, dict[str, Any]] = {}
-        """The last JSON object of each child that runs."""
         self._screen = Screen(args.num_workers)
 
     async def run(self) -> int:
@@ -203,9 +200,9 @@ class Supervisor:
         self._screen.say("stopping ...")
         starting.cancel()
         await asyncio.wait({starting})
-        others = [child for child in self._children if child.name != REDIS]
+        others = [child for name, child in self._children.items() if name != REDIS]
         await asyncio.gather(*(child.stop(STOP_GRACE_S) for child in others))
-        await asyncio.gather(*(child.stop(REDIS_GRACE_S) for child in self._children))  # last: the others need it
+        await asyncio.gather(*(child.stop(REDIS_GRACE_S) for child in self._children.values()))  # last: others need it
         for task in self._tasks:
             task.cancel()
         for result in await asyncio.gather(*self._tasks, return_exceptions=True):
@@ -241,31 +238,23 @@ class Supervisor:
 
     async def _add_engine(self, index: int, url: str, shared: Sequence[str]) -> None:
         """Wait for an engine, and start a worker in front of each of its ranks. Raises CommandError."""
-        name, answer = f"engine-{index}", dict[str, Any]()
-        options = ["--engine-url", url, *self._args.engine_args]
-
-        def on_line(line: str) -> None:
-            if line.startswith(_FOR_PROGRAMS):
-                answer.update(json.loads(line))
-            else:
-                self._screen.say(line, f"[{name}]")
-
-        question = Child(name, [*module_command("worker.adapter.ranks"), *options], on_line)
-        self._children.append(question)
+        name, options = f"engine-{index}", ["--engine-url", url, *self._args.engine_args]
+        command = [*module_command("worker.adapter.ranks"), *options]
+        self._children[name] = question = Child(name, command, partial(self._screen.say, name=f"[{name}]"))
         while (code := await question.run_once()) not in (0, BAD_USAGE):  # noqa: ASYNC110
             await asyncio.sleep(FIRST_DELAY_S)
-        self._children.remove(question)
+        del self._children[name]
         if code == BAD_USAGE:
             raise CommandError(f"{url} cannot be served; the lines above have the reason", BAD_USAGE)
         events: list[str] = []
-        if not answer["publishes"] and not any(option.split("=")[0] == "--events" for option in options):
+        if not question.said["publishes"] and not any(option.split("=")[0] == "--events" for option in options):
             events = ["--events", "none"]
             self._screen.say(
                 f"WARNING: {url} publishes no cache events: its prefixes are unknown, and only load decides. "
                 f"`headstart doctor --engine-url {url}` shows how to start the engine"
             )
         worker = [*module_command("worker"), "--host", "127.0.0.1", "--port", "0", *shared, *events, *options]
-        ranks = answer["ranks"] if len(answer["ranks"]) > 1 else [None]
+        ranks = question.said["ranks"] if len(question.said["ranks"]) > 1 else [None]
         for rank in ranks:
             part = name if rank is None else f"{name}-rank-{rank}"
             of_rank = [] if rank is None else ["--engine-rank", str(rank)]
@@ -276,19 +265,8 @@ class Supervisor:
         self._spawn(name, [*command, "--worker-id", name, *options])
 
     def _spawn(self, name: str, command: Sequence[str], *, quiet: bool = False) -> None:
-        child = Child(name, command, partial(self._on_line, name), quiet=quiet)
-        self._children.append(child)
-        self._run(child.run(partial(self._on_death, name)))
-
-    def _on_line(self, name: str, line: str) -> None:
-        if line.startswith(_FOR_PROGRAMS):
-            self._said[name] = json.loads(line)
-        else:
-            self._screen.relay(name, line)
-
-    def _on_death(self, name: str, text: str) -> None:
-        self._said.pop(name, None)
-        self._screen.say(text)
+        self._children[name] = child = Child(name, command, partial(self._screen.relay, name), quiet=quiet)
+        self._run(child.run(self._screen.say))
 
     def _run(self, part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a part in the background; its failure ends everything."""
@@ -307,18 +285,18 @@ class Supervisor:
 
         A port that answers is no proof: another program may listen there.
         """
-        own = [self._said.get(name, {}) for name in self._workers]
-        if gateway not in self._said or not all(said.get("event") == "ready" for said in own):
+        own = [self._children[name].said for name in self._workers]
+        if not self._children[gateway].said or not all(said.get("event") == "ready" for said in own):
             return False
         if not (await self._ask(gateway, "/health/ready")).get("workers"):
             return False
         known = (await self._ask(gateway, "/workers")).get("workers", ())
         lives = {(worker["worker_id"], worker["epoch"]) for worker in known if worker["load"] is not None}
-        return gateway in self._said and all((said["worker_id"], said["epoch"]) in lives for said in own)
+        return bool(self._children[gateway].said) and all((said["worker_id"], said["epoch"]) in lives for said in own)
 
     async def _ask(self, gateway: str, path: str) -> dict[str, Any]:
         """Ask the ops port of a gateway; empty: no answer. Its certificate, made for clients, is not checked."""
-        url = self._url(self._args.ops_host, self._said[gateway]["ops_port"]) + path
+        url = self._url(self._args.ops_host, self._children[gateway].said["ops_port"]) + path
         with contextlib.suppress(OSError, ValueError):
             status, answer = await fetch_json(url, timeout_s=2.0)
             if status == 200:
@@ -329,18 +307,18 @@ class Supervisor:
         return f"{'https' if self._args.tls_cert else 'http'}://{in_url(ANY_HOSTS.get(host, host))}:{port}"
 
     def _announce(self, gateways: Sequence[str]) -> None:
-        args, first = self._args, self._said[gateways[0]]
-        model = self._said[self._workers[0]]["model"]
-        route = self._said[self._workers[0]]["route"]
+        args, first = self._args, self._children[gateways[0]].said
+        workers = [self._children[name].said for name in self._workers]
+        model, route = workers[0]["model"], workers[0]["route"]
         body = json.dumps({"model": model, **_EXAMPLES.get(route, {"input": _QUESTION})})
         public, ops = self._url(args.host, first["port"]), self._url(args.ops_host, first["ops_port"])
-        last = self._said[gateways[-1]]["ops_port"]
+        last = self._children[gateways[-1]].said["ops_port"]
         others = "" if args.num_gateways == 1 else f"  (the other gateways: ports up to {last})"
         counts = {"worker": args.num_workers, "engine": len(args.engine_urls)}
         fleet = " and ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items() if n)
         curl = f"curl{' --insecure' if args.tls_cert else ''} {public}{route}"
         curl += " -H 'authorization: Bearer KEY'" if first["needs_key"] else ""
-        reasons = dict.fromkeys(self._said[name].get("slower") for name in self._workers)
+        reasons = dict.fromkeys(said.get("slower") for said in workers)
         slower = "".join(f"  slower      {reason}\n" for reason in reasons if reason)
         self._screen.say(
             f"ready in {time.monotonic() - self._started_s:.1f} s: {model} on {fleet}\n\n"

@@ -19,12 +19,7 @@ from typing import Final
 from cache.records import WorkerMember
 from server.auth.identity import Identity
 from server.config import GatewayConfig
-from server.errors import (
-    ForbiddenError,
-    InvalidRequestError,
-    NotFoundError,
-    UnavailableError,
-)
+from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
 from server.models.served_model import ServedModel, WorkerFacts, build_model
 from server.schema.decoding import MAX_VALUES, TextLimit
 from server.text.template_sandbox import TemplateError

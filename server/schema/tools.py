@@ -328,16 +328,10 @@ def _allowed(allowed: AllowedTools, tool_set: ToolSet, param: str, *, nested: bo
             raise invalid(f"{path}.type", "is not among the types of the tools")
 
 
-class _Named(Struct, kw_only=True):
-    name: str
-    namespace: str | None = None
-
-
 def _named(choice: dict[str, Any], param: str, *, nested: bool) -> ToolName:
     kind: ToolKind = choice["type"]
     inner, param = _inner(choice, kind, param, nested=nested)
-    named = converted(inner if isinstance(inner, dict) else {}, _Named, param)
-    return ToolName(named.name, kind, named.namespace)
+    return converted({**inner, "kind": kind} if isinstance(inner, dict) else {}, ToolName, param)
 
 
 def _inner(given: dict[str, Any], kind: str, param: str, *, nested: bool) -> tuple[Any, str]:

@@ -176,7 +176,7 @@ CUT = """() => {
     }).map((e) => `${panel.querySelector("h2")?.textContent}: ${e.tagName} ${e.className} ${e.textContent}`);
   });
 }"""
-"""Returns what is outside of its panel, or lies over its neighbour, and cannot be scrolled to."""
+"""Returns what is outside of its panel, or covers its neighbour, and cannot be scrolled to."""
 
 MARKDOWN = """\
 | model | tokens |

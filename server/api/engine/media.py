@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Raw
 
 from server.api.formatting import encode_json
-from server.api.prompts.images import ImageRules, base64_image_name, first_char, image_name
+from server.api.prompts.images import base64_image_name, first_char, image_name
+from server.config import GatewayConfig
 from server.errors import MESSAGES_PATH, RESPONSES_PATH
 from server.event_loop import Steps
 from server.schema.blocks import MEDIA
@@ -68,7 +69,7 @@ class Media(NamedTuple):
     """Bytes of their text in the body."""
 
 
-def read_media(fields: Mapping[str, Raw], path: str, rules: ImageRules | None, salt: bytes) -> Steps[Media]:
+def read_media(fields: Mapping[str, Raw], path: str, rules: GatewayConfig | None, salt: bytes) -> Steps[Media]:
     """Return the images of a body. `rules`: None if no engine of the model takes images.
 
     Raises InvalidRequestError for a medium that is not served, in the prompt or as the answer.
@@ -91,7 +92,7 @@ def read_media(fields: Mapping[str, Raw], path: str, rules: ImageRules | None, s
 class _Reader:
     """Reads the parts of one body."""
 
-    def __init__(self, path: str, rules: ImageRules | None, salt: bytes) -> None:
+    def __init__(self, path: str, rules: GatewayConfig | None, salt: bytes) -> None:
         self.images: list[Image] = []
         self.num_bytes = 0
         self._types = _IMAGE_TYPES.get(path, frozenset())
@@ -132,7 +133,7 @@ class _Reader:
         kept = {name: item for name, item in part.items() if name not in MEDIA or first_char(item) != "n"}
         return {key: _value_of(kept[key]) for key in kept if key not in new} | new if new or kept != part else None
 
-    def _image(self, part: dict[str, Raw], param: str, rules: ImageRules) -> Steps[dict[str, Any]]:
+    def _image(self, part: dict[str, Raw], param: str, rules: GatewayConfig) -> Steps[dict[str, Any]]:
         """Check an image. Return its part with the image's name."""
         if len(self.images) == rules.max_images:
             raise invalid(param, f"is one image too many: send at most {rules.max_images} in a request")
@@ -152,7 +153,7 @@ class _Reader:
         self.images.append(Image(param, new))
         return new
 
-    def _source(self, source: dict[str, Raw], param: str, rules: ImageRules) -> Steps[tuple[dict[str, Any], Raw]]:
+    def _source(self, source: dict[str, Raw], param: str, rules: GatewayConfig) -> Steps[tuple[dict[str, Any], Raw]]:
         """Check the source of an image of the Messages API, which has no field for a name: the engine makes one."""
         kind = _value_of(source["type"]) if "type" in source else None
         if kind not in ("base64", "url"):

@@ -32,7 +32,7 @@ from server.api.formatting import ResponseFormatter, broken_response, decoded, e
 from server.api.pooling import ENGINE_PATHS, head_of
 from server.api.prompts.client_lines import body_without_line
 from server.api.prompts.ignored_tools import IgnoredTools
-from server.api.prompts.images import ImageRules
+from server.api.prompts.images import with_images
 from server.api.prompts.params import choice_seeds, new_spec
 from server.auth.identity import Identity, request_salt
 from server.config import GatewayConfig
@@ -139,20 +139,14 @@ class EngineTexts:
     """Prepares the requests whose text an engine writes. Owned by the gateway."""
 
     def __init__(
-        self,
-        models: Models,
-        client: WorkerClient,
-        fleet: Fleet,
-        ignored_tools: IgnoredTools,
-        config: GatewayConfig,
+        self, models: Models, client: WorkerClient, fleet: Fleet, ignored_tools: IgnoredTools, config: GatewayConfig
     ) -> None:
         self._ignored_tools = ignored_tools
-        self._image_rules = ImageRules(config.max_images, config.max_image_bytes, config.image_hosts)
+        self._config = config
         self._xargs = SENT_XARGS | config.engine_xargs
         self._models = models
         self._client = client
         self._fleet = fleet
-        self._keeps_control_tokens = config.control_tokens_in_content
         self._prompts = EnginePrompts()
         self._shapes = EngineShapes(self._prompts, is_strict=config.strict_template)
 
@@ -184,14 +178,14 @@ class EngineTexts:
     async def _read(self, path: str, body: bytes, identity: Identity) -> _EngineBody | None:
         """Decode and check a body. None: the gateway writes the text itself. Raises ApiError."""
         limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
-        name = (await read_json(body, head_of, lambda: self._image_rules.widened(limit()))).model
+        name = (await read_json(body, head_of, lambda: with_images(limit(), self._config))).model
         try:
             model = self._models.allowed(name, identity)
         except (NotFoundError, UnavailableError):
             return None
         if not self._models.engine_writes(path, model):
             return None
-        rules = self._image_rules if {path, IMAGES} <= model.facts.capabilities and path in TEXTS else None
+        rules = self._config if {path, IMAGES} <= model.facts.capabilities and path in TEXTS else None
         with _decoding():
             fields, body_error = _fields_of(body), None
             try:
@@ -227,7 +221,7 @@ class EngineTexts:
         rendered = gateway_prompt or await self._rendered(call, asked.media, model)
         if asked.error is not None:
             raise located(str(asked.error))
-        if gateway_prompt is None and call.path != COMPLETIONS_PATH and not self._keeps_control_tokens:
+        if gateway_prompt is None and call.path != COMPLETIONS_PATH and not self._config.control_tokens_in_content:
             render = partial(self._render, model=model, has_images=bool(asked.media.images))
             body = {name: decoded(value) for name, value in sent.items()}
             if asked.media.images:  # which the engine need not read again

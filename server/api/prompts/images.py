@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import binascii
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Final
 
 import msgspec
 from msgspec import Raw
 
+from server.config import GatewayConfig
 from server.event_loop import Steps
 from server.schema.decoding import TextLimit, invalid, unsupported
 
@@ -29,21 +30,10 @@ _SLICE_BYTES: Final = 1 << 18  # a whole number of base64 groups
 _ESCAPED_BYTES: Final = 6  # of one character: \\u002f
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRules:
-    """Which images clients may send."""
-
-    max_images: int
-    """In a request; 0: none."""
-    max_bytes: int
-    """The limit for one image, decoded."""
-    hosts: frozenset[str]
-    """HOST or HOST:PORT of URLs that engines may fetch."""
-
-    def widened(self, limit: TextLimit) -> TextLimit:
-        """Return the limit of a body's text with room for images."""
-        num_bytes = self.max_images * _base64_length(self.max_bytes)
-        return limit if limit.num_bytes is None else replace(limit, num_bytes=limit.num_bytes + num_bytes)
+def with_images(limit: TextLimit, rules: GatewayConfig) -> TextLimit:
+    """Return the limit of a body's text with room for images."""
+    num_bytes = rules.max_images * _base64_length(rules.max_image_bytes)
+    return limit if limit.num_bytes is None else replace(limit, num_bytes=limit.num_bytes + num_bytes)
 
 
 def first_char(value: Raw) -> str:
@@ -51,7 +41,7 @@ def first_char(value: Raw) -> str:
     return chr(memoryview(value)[0])
 
 
-def image_name(url: Raw, param: str, rules: ImageRules, salt: bytes) -> Steps[str]:
+def image_name(url: Raw, param: str, rules: GatewayConfig, salt: bytes) -> Steps[str]:
     """Return the name of an image at a URL, which is a JSON value. Raises InvalidRequestError that names `param`."""
     text = _text_of(url, param, rules)
     if (head := _DATA_URL.match(text)) is not None:
@@ -62,27 +52,27 @@ def image_name(url: Raw, param: str, rules: ImageRules, salt: bytes) -> Steps[st
     return blake2b(text, key=salt, digest_size=32, person=b"headstart-url").hexdigest()
 
 
-def base64_image_name(data: Raw, param: str, rules: ImageRules, salt: bytes) -> Steps[str]:
+def base64_image_name(data: Raw, param: str, rules: GatewayConfig, salt: bytes) -> Steps[str]:
     """Return the name of an image in base64, which is a JSON value. Raises InvalidRequestError that names `param`."""
     return (yield from _name_of_base64(_text_of(data, param, rules), param, rules, salt))
 
 
-def _text_of(value: Raw, param: str, rules: ImageRules) -> memoryview:
+def _text_of(value: Raw, param: str, rules: GatewayConfig) -> memoryview:
     """Return the bytes of a JSON string, mostly without a copy. Raises InvalidRequestError."""
     if first_char(value) != '"':
         raise invalid(param, "must be a string with an image")
     text = memoryview(value)[1:-1]
     if re.search(rb"\\", text) is None:
         return text
-    if len(text) > _ESCAPED_BYTES * (_base64_length(rules.max_bytes) + MAX_URL_BYTES):
+    if len(text) > _ESCAPED_BYTES * (_base64_length(rules.max_image_bytes) + MAX_URL_BYTES):
         raise _too_large(param, rules)
     return memoryview(msgspec.json.decode(value, type=str).encode())
 
 
-def _name_of_base64(text: memoryview, param: str, rules: ImageRules, salt: bytes) -> Steps[str]:
+def _name_of_base64(text: memoryview, param: str, rules: GatewayConfig, salt: bytes) -> Steps[str]:
     """Check the size before anything is decoded. Decode slice by slice: the whole image is never in memory."""
     num_bytes = len(text) * 3 // 4 - bytes(text[-2:]).count(b"=")
-    if num_bytes > rules.max_bytes:
+    if num_bytes > rules.max_image_bytes:
         raise _too_large(param, rules)
     digest = blake2b(key=salt, digest_size=32, person=b"headstart-image")
     try:
@@ -99,9 +89,9 @@ def _name_of_base64(text: memoryview, param: str, rules: ImageRules, salt: bytes
     return digest.hexdigest()
 
 
-def _check_url(text: memoryview, param: str, rules: ImageRules) -> None:
+def _check_url(text: memoryview, param: str, rules: GatewayConfig) -> None:
     """Raises InvalidRequestError for a URL that no engine may fetch."""
-    if not rules.hosts:
+    if not rules.image_hosts:
         raise unsupported(param, "must be a `data:` URL: engines fetch no images for this server (--image-hosts)")
     found = None if len(text) > MAX_URL_BYTES else _URL.fullmatch(text)
     if found is None:
@@ -109,7 +99,7 @@ def _check_url(text: memoryview, param: str, rules: ImageRules) -> None:
     scheme, host = found[1].decode().lower(), found[2].decode().lower()
     own_port = _PORTS[scheme]
     port = str(int(found[3] or own_port))
-    if f"{host}:{port}" not in rules.hosts and not (port == own_port and host in rules.hosts):
+    if f"{host}:{port}" not in rules.image_hosts and not (port == own_port and host in rules.image_hosts):
         raise unsupported(param, f"names the host {host}:{port}, from which engines fetch no images for this server")
 
 
@@ -117,5 +107,6 @@ def _base64_length(num_bytes: int) -> int:
     return -(-num_bytes // 3) * 4
 
 
-def _too_large(param: str, rules: ImageRules) -> Exception:
-    return invalid(param, f"holds an image of more than {rules.max_bytes} bytes: send a smaller one", "image_too_large")
+def _too_large(param: str, rules: GatewayConfig) -> Exception:
+    why = f"holds an image of more than {rules.max_image_bytes} bytes: send a smaller one"
+    return invalid(param, why, "image_too_large")

@@ -18,7 +18,8 @@ from urllib3.util import parse_url
 
 from cache.hashing import MediaStart, hash_chain
 from server.api.engine.media import read_media
-from server.api.prompts.images import ImageRules, image_name
+from server.api.prompts.images import image_name
+from server.config import GatewayConfig
 from server.errors import InvalidRequestError
 from server.event_loop import run_now
 from tests.server.api.engine_worker import engine_gateway
@@ -42,7 +43,15 @@ from worker.wire import Failed, Rendered, TokenizerBundle
 
 ROUTES = (CHAT, MESSAGES, RESPONSES)
 SALT = bytes(32)
-RULES = ImageRules(2, 1000, frozenset({"images.example", "other.example:8443"}))
+
+
+def rules(max_bytes: int, *hosts: str) -> GatewayConfig:
+    return GatewayConfig(
+        workers=("http://127.0.0.1:9",), max_images=2, max_image_bytes=max_bytes, image_hosts=frozenset(hosts)
+    )
+
+
+RULES = rules(1000, "images.example", "other.example:8443")
 TEXT = {"type": "text", "text": "What is this?"}
 
 
@@ -78,7 +87,7 @@ async def test_images_are_part_of_the_prompts_hashes(engine: SeeingWorker, path:
 async def names_of(engine: SeeingWorker, *parts: dict[str, Any], path: str = CHAT, **fields: Any) -> list[str | None]:
     """Return the names that the images of a body get."""
     engine.seen = []
-    async with engine_gateway(engine, image_hosts=RULES.hosts) as target:
+    async with engine_gateway(engine, image_hosts=RULES.image_hosts) as target:
         status, _, raw = await post(target.url, body_of(path, *parts, **fields), path)
     assert status == 200, raw
     return [name for _, name in engine.seen]
@@ -147,7 +156,7 @@ async def test_images_that_are_none_are_named(engine: SeeingWorker, path: str, u
     ],
 )
 async def test_only_urls_of_allowed_hosts_reach_engines(engine: SeeingWorker, url: Any, why: str) -> None:
-    async with engine_gateway(engine, image_hosts=RULES.hosts) as target:
+    async with engine_gateway(engine, image_hosts=RULES.image_hosts) as target:
         status, _, raw = await post(target.url, body_of(CHAT, {"type": "image_url", "image_url": url}))
     error = json.loads(raw)["error"]
     assert (status, error["param"]) == (400, "messages[0].content[0].image_url")
@@ -306,12 +315,12 @@ def test_a_large_image_is_never_decoded_as_a_whole() -> None:
     fields = msgspec.json.decode(body, type=dict[str, Raw])
     tracemalloc.start()
     try:
-        media = run_now(read_media(fields, CHAT, ImageRules(2, 16 << 20, frozenset()), SALT))
+        media = run_now(read_media(fields, CHAT, rules(16 << 20), SALT))
         assert media.num_bytes > 20 << 20
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
         tracemalloc.reset_peak()
         with pytest.raises(InvalidRequestError, match="more than 1000 bytes"):
-            run_now(read_media(fields, CHAT, ImageRules(2, 1000, frozenset()), SALT))
+            run_now(read_media(fields, CHAT, rules(1000), SALT))
         assert tracemalloc.get_traced_memory()[1] < 1 << 16
     finally:
         tracemalloc.stop()
