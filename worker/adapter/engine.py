@@ -148,7 +148,7 @@ class AdapterEngine:
     def refusal(self, request: GenerateRequest) -> Failed | None:
         if self._health.problem is not None:
             return Failed("not_ready", self._health.problem, retryable=True)
-        max_model_len = self.bundle.max_model_len  # and the engine knows its pool: blocks may be sharded over devices
+        max_model_len = self.bundle.max_model_len  # the engine checks its pool, whose blocks may span devices
         return refusal(request, self.member, max_model_len, max_model_len, self.bundle.vocab_size)
 
     async def render(self, call: bytes) -> bytes:
