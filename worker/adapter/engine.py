@@ -148,7 +148,7 @@ class AdapterEngine:
     def refusal(self, request: GenerateRequest) -> Failed | None:
         if self._health.problem is not None:
             return Failed("not_ready", self._health.problem, retryable=True)
-        pool_tokens = self.bundle.max_model_len  # the engine knows its pool: blocks may be sharded over devices
+        pool_tokens = self.bundle.max_model_len  # the engine checks its pool, whose blocks may span devices
         return refusal(request, self.member, pool_tokens, self.bundle.vocab_size)
 
     async def render(self, call: bytes) -> bytes:

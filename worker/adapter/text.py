@@ -72,7 +72,7 @@ class _Answer(msgspec.Struct):
 
     @property
     def is_aborted(self) -> bool:
-        """Return whether an answer ends because the engine pauses, sleeps or stops. Most Responses do not say it."""
+        """Return whether an answer ends because the engine pauses, sleeps or stops. Most Responses do not show it."""
         delta = self.delta if self.type == "message_delta" and isinstance(self.delta, dict) else {}
         is_cut = delta.get("stop_reason", "") is None or (self.type == "message" and self.stop_reason is None)
         is_cut = is_cut or "cancelled" in (self.status, self.response and self.response.status)  # gpt-oss

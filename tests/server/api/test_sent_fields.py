@@ -95,8 +95,8 @@ def test_any_other_field_is_refused_by_name(path: str, name: str) -> None:
         assert refused(path, {"vllm_xargs": {name: 1}}) == f"vllm_xargs.{name[:64]}"
 
 
-async def test_the_older_name_of_a_format_is_written_anew(engines: list[EngineWorker]) -> None:
-    """vLLM reads `output_config.format` alone."""
+async def test_the_older_name_of_a_format_is_replaced(engines: list[EngineWorker]) -> None:
+    """vLLM reads only `output_config.format`."""
     written = {"type": "json_schema", "schema": {"type": "object"}}
     body = chat(max_tokens=1, output_format=written, output_config={"effort": "low"})
     async with engine_gateway(engines[0]) as target:
