@@ -6,8 +6,11 @@ from urllib.request import Request, urlopen
 
 ops_url = (sys.argv[1:] or ["http://127.0.0.1:8001"])[0]
 body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-with urlopen(f"{ops_url}/workers") as response:
-    body["model"] = json.load(response)["workers"][0]["model"]
+try:
+    with urlopen(f"{ops_url}/workers") as response:
+        body["model"] = json.load(response)["workers"][0]["model"]
+except (OSError, ValueError) as error:
+    sys.exit(f"{ops_url}: {error}: give the URL of the ops port that `headstart serve` prints")
 request = Request(f"{ops_url}/route/explain", json.dumps(body).encode(), {"content-type": "application/json"})
 with urlopen(request) as response:
     answer = json.load(response)

@@ -260,7 +260,7 @@ class AdapterEngine:
             return
         self._metrics.engine_problem.set(health.problem is not None)
         if health.problem is None:
-            logger.warning("the engine is sure: it generates tokens")
+            logger.info("the engine generates tokens")
         else:
             level = logging.CRITICAL if health.state is State.REPLACED else logging.ERROR
             logger.log(level, "the engine is %s: %s", health.state, health.problem)
