@@ -96,12 +96,12 @@ class Models:
         own = self._aliases.get(name, name)
         model = self._by_name.get(own) or self._adapters.get(own) or self._named_by_engines.get(own)
         if model is None:
-            if self._may_have(own):
-                raise UnavailableError("This gateway has not learnt the model from a worker yet.", retry_after_s=2.0)
             names = ", ".join(each for each, _ in self.names(identity)[:NUM_NAMED]) or "none"
-            message = (
-                f"The model {name!r:.200} does not exist or is not served here. GET /v1/models lists: {names:.500}."
-            )
+            listed = f"GET /v1/models lists: {names:.500}."
+            if self._may_have(own):
+                message = f"The model {name!r:.200} is not served here yet: a worker may have it. {listed}"
+                raise UnavailableError(message, retry_after_s=2.0)
+            message = f"The model {name!r:.200} does not exist or is not served here. {listed}"
             raise NotFoundError(message, param="model", code="model_not_found")
         return model
 

@@ -15,6 +15,7 @@ import pytest
 from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from server.config import GatewayConfig
+from server.errors import NotFoundError, UnavailableError
 from server.models import registry as registry
 from server.models.registry import Models
 from server.workers.connection import WorkerError
@@ -43,7 +44,7 @@ class Client:
 @contextmanager
 def models_of(client: Any) -> Iterator[Models]:
     with ThreadPoolExecutor(1) as executor:
-        yield Models(client, executor, GatewayConfig(workers=("http://127.0.0.1:9",)))
+        yield Models(client, executor, GatewayConfig(workers=("http://127.0.0.1:9",)), lambda name: name == "loading")
 
 
 @asynccontextmanager
@@ -157,3 +158,10 @@ async def test_failed_bundles_are_forgotten(bundle: TokenizerBundle, monkeypatch
             assert await models.admit(replace(member, epoch=f"e{number}")) is None
     assert len(asked) == 200, "it is asked again too soon"
     assert len(models._failed) <= 10
+
+
+def test_a_refusal_of_a_name_lists_the_models_there_are() -> None:
+    with models_of(Client({})) as models:
+        for name, error in (("loading", UnavailableError), ("other", NotFoundError)):
+            with pytest.raises(error, match=f"'{name}'.*GET /v1/models lists: none"):
+                models.get(name)
