@@ -274,10 +274,8 @@ class GenerateEndpoint(ABC):
                 gap_s = (time.perf_counter() - first_s) * num_choices / num_gaps  # choices run side by side
                 self._metrics.count_gaps(response.model, gap_s, num_gaps)
             await writer.write(last + answer.formatter.last_events(response), more=False)
-        except (ClientGoneError, asyncio.CancelledError):
-            raise
         except Exception as error:
-            if not writer.started:
+            if isinstance(error, ClientGoneError) or not writer.started:
                 raise
             failure = context.fail(error)
             forget(error)

@@ -117,9 +117,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
 
     Raises TokenizerError or TemplateError.
     """
-    for field_name in ("block_size", "max_model_len", "vocab_size"):
-        if getattr(bundle, field_name) < 1:
-            raise TokenizerError(f"the bundle's {field_name} is {getattr(bundle, field_name)}")
+    _check_sizes(bundle)
     defaults = {**json.loads(bundle.template_kwargs), **config.template_kwargs_of(bundle.model)}
     if (own := config.template_of(bundle.model)) is not None:
         bundle = replace(bundle, chat_template=own, tool_template=None)
@@ -154,6 +152,13 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         keeps_client_lines=config.keep_client_lines,
         thought_fields=THOUGHT_FIELDS if config.reasoning_field_name is None else (config.reasoning_field_name,),
     )
+
+
+def _check_sizes(bundle: TokenizerBundle) -> None:
+    """Raises TokenizerError."""
+    for name in ("block_size", "max_model_len", "vocab_size"):
+        if getattr(bundle, name) < 1:
+            raise TokenizerError(f"the bundle's {name} is {getattr(bundle, name)}")
 
 
 def _cached_root(namespace: Namespace, adapter: str = "") -> Callable[[bytes], BlockHash]:

@@ -146,9 +146,8 @@ class ChatTemplate:
             if not found:
                 refusal = "this model's template cannot continue a message."
                 raise InvalidRequestError(refusal, param=names.continue_final_message)
-        if self._marker is None:
-            return RenderedPrompt(text, repairs=repairs)
-        return replace((yield from self._marker.unmark(text, mark)), repairs=repairs)
+        prompt = RenderedPrompt(text) if self._marker is None else (yield from self._marker.unmark(text, mark))
+        return replace(prompt, repairs=repairs)
 
     def _prepared(self, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None) -> Sequence[Turn]:
         return messages if self.takes_tools else with_tools(messages, tools or [])

@@ -115,9 +115,7 @@ class Tokenizer:
         self._longest_special = max(map(len, self._special_ids), default=0)
         added: list[dict[str, Any]] = layout.get("added_tokens", [])
         control = [
-            token
-            for token in added
-            if token["content"] and (token["special"] or token["content"] in plain_conversation)
+            each for each in added if (text := each["content"]) and (each["special"] or text in plain_conversation)
         ]
         self.added_tokens = {token["content"]: token["id"] for token in added if token["content"].strip()}
         """The ids of tokens that no text is merged into, by their texts."""
@@ -223,15 +221,7 @@ class Tokenizer:
                 continue
             end = len(text) if special is None else special.start()
             if start < end:
-                segment = text[start:end] if end - start <= MAX_SEGMENT_CHARS else None
-                known = None if segment is None else self._cache.get(segment)
-                if known is None:
-                    begun = len(ids)
-                    await self._extend(ids, text, start, end, limit, time_slice, as_text=holds_client_tokens)
-                    if segment is not None:
-                        self._cache.put(segment, ids[begun:])
-                else:
-                    ids += known
+                await self._extend(ids, text, start, end, limit, time_slice, as_text=holds_client_tokens)
             if special is not None:
                 ids.append(self._special_ids[special[0]])
                 start = at = special.end()
@@ -245,7 +235,11 @@ class Tokenizer:
     async def _extend(
         self, ids: list[int], text: str, start: int, end: int, limit: float | None, turn: TimeSlice, *, as_text: bool
     ) -> None:
-        """Append the ids of a new segment, window by window; `as_text`: it holds control tokens of a client."""
+        """Append the ids of a segment, in windows if it is new; `as_text`: it holds control tokens of a client."""
+        segment = text[start:end] if end - start <= MAX_SEGMENT_CHARS else None
+        if segment is not None and (known := self._cache.get(segment)) is not None:
+            ids += known
+            return
         begun = len(ids)
         shared: dict[int, int] = {}
         for bounds in ((start, end),) if self._pretokens is None else windows(text, start, end):
@@ -260,6 +254,8 @@ class Tokenizer:
                 await turn.rest()
         if as_text:
             self._texts.check(ids[begun:])
+        if segment is not None:
+            self._cache.put(segment, ids[begun:])
 
     def _parts(self, text: str, start: int, end: int, *, as_text: bool) -> Iterator[list[int]]:
         """Yield the ids of a window, in several parts if it is long."""

@@ -229,9 +229,8 @@ class EventSubscriber:
             _bound(self._replay)
             self._replay.connect(self._source.connect_address(self._source.replay_endpoint))
         expected = None if self._last_payload is None else self._next - 1
-        first = expected or 0
         next_before = self._next
-        await self._replay.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
+        await self._replay.send_multipart((b"", (expected or 0).to_bytes(_NUMBER_BYTES, "big")))
         while await self._replay.poll(round(1000 * self._replay_timeout_s)):
             frames = await self._replay.recv_multipart()
             self._heard_s = time.monotonic()
