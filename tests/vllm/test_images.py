@@ -156,7 +156,8 @@ def test_mutated_images_are_refused(fleet: VllmFleet) -> None:
         for _ in range(NUM_MUTATED):
             path, body = mutated(rng)
             answer = client.post(path, content=body.replace(b'"model": "tiny"', b'"model": "%s"' % MODEL.encode()))
-            assert answer.status_code in (200, 400), (answer.text, path, body[:2000])
+            # 404: the name of the model may be mutated, too
+            assert answer.status_code in (200, 400, 404), (answer.text, path, body[:2000])
             statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
     print(statuses)
     assert counts(fleet, chat(text("Hi")))[0] >= 0, "the engine lives"
