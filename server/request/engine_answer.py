@@ -89,7 +89,9 @@ class EngineAnswer:
             self.reset()
             for choice in choices:
                 choice.reset()
-        elif not (self._is_plain and self._shows_all):
+        elif not (self._is_plain and self._shows_all) or (
+            self._request.shows_ids and len(choices[0].output_ids) > self._num_shown_ids
+        ):
             message = "The worker was lost, and no other can go on with an answer of this kind: ask again."
             raise WorkerLostError(message, retry_after_s=1.0)
         else:
@@ -117,7 +119,7 @@ class EngineAnswer:
             return
         request, choices = self._request, _choices_of(fields["choices"])
         fields = self._with_head(fields)
-        if not request.shows_ids and "prompt_token_ids" in fields:
+        if (self._is_rest or not request.shows_ids) and "prompt_token_ids" in fields:
             fields["prompt_token_ids"] = _NULL
         self._count(fields)
         if not choices:
@@ -151,8 +153,9 @@ class EngineAnswer:
     def _keep(self, choice: dict[str, Raw], ids: Sequence[int]) -> bool:
         """Take out what was not asked for. Return False for a choice that is then empty."""
         request = self._request
-        if not request.shows_ids:
-            choice.update({name: _NULL for name in ("token_ids", "prompt_token_ids") if name in choice})
+        hidden = ("prompt_token_ids",) if request.shows_ids and self._is_rest else ("token_ids", "prompt_token_ids")
+        if self._is_rest or not request.shows_ids:
+            choice.update({name: _NULL for name in hidden if name in choice})
         if not request.call.streams:
             return True
         is_over = _has(choice, "finish_reason")

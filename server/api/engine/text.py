@@ -91,7 +91,7 @@ _NOT_SENT: Final = {
 _STATEFUL: Final = (
     *("stop", "structured_outputs", "response_format", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "return_prompt_text"),
-    *("return_token_ids", "repetition_detection", "vllm_xargs"),
+    *("repetition_detection", "vllm_xargs"),
 )
 """Fields with which the tokens so far are not enough to continue an answer."""
 _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0", b'""'})

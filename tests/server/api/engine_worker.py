@@ -44,7 +44,8 @@ def chunk(delta: dict[str, Any] | None, ids: list[int] | None = None, **fields: 
     """One event of vLLM's stream of a chat, or of a completion that `is_text`."""
     choices = []
     if delta is not None:
-        output = {"text": delta["content"]} if fields.pop("is_text", False) else {"delta": delta}
+        text = {"text" if name == "content" else name: value for name, value in delta.items()}
+        output = text if fields.pop("is_text", False) else {"delta": delta}
         choice = {"index": 0, **output, "logprobs": None, "finish_reason": fields.pop("finish_reason", None)}
         choices = [choice | ({} if ids is None else {"token_ids": ids})]
     head = {"id": "chatcmpl-engine", "object": "chat.completion.chunk", "created": 1, "model": "engine-name"}

@@ -144,12 +144,34 @@ async def test_reasoning_and_calls_end_with_an_error(engines: list[EngineWorker]
     "fields",
     [
         *({"n": 2}, {"stop": "."}, {"presence_penalty": 1}, {"logprobs": True}, {"return_prompt_text": True}),
-        *({"return_token_ids": True}, {"vllm_xargs": {"ngram_size": 3}}),
+        *({"vllm_xargs": {"ngram_size": 3}}, {"repetition_detection": {"max_pattern_size": 4}}),
     ],
 )
 async def test_what_depends_on_the_output_is_not_resumed(engines: list[EngineWorker], fields: dict[str, Any]) -> None:
     engines[0].dies_after = 2
     _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True, **fields))
+    assert events(raw)[-1]["error"]["code"] == "worker_lost"
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_ids_of_a_stream_that_goes_on_come_once(engines: list[EngineWorker], is_chat: bool) -> None:
+    engines[0].dies_after = 2
+    path, body = ("/v1/chat/completions", chat()) if is_chat else ("/v1/completions", COMPLETION)
+    if not is_chat:  # the first event of each has the prompt
+        for engine, number in zip(engines, (0, 2), strict=False):
+            engine.parts[number] = engine.parts[number] | {"prompt_token_ids": [1, 2]}
+    async with engine_gateway(*engines) as target:
+        _, _, raw = await post(target.url, body | {"stream": True, "return_token_ids": True}, path)
+    found = [event for event in events(raw) if event != "[DONE]"]
+    assert [id_ for event in found for id_ in event["choices"][0].get("token_ids") or ()] == [10, 11, 12, 13, 14]
+    prompts = [event.get("prompt_token_ids") or event["choices"][0].get("prompt_token_ids") for event in found]
+    assert sum(prompt is not None for prompt in prompts) == 1
+
+
+async def test_ids_that_were_sent_before_their_text_are_not_sent_again(engines: list[EngineWorker]) -> None:
+    engines[0].parts = [{"content": "a"}, {"content": ""}, {"content": "b"}]
+    engines[0].dies_after = 2
+    _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True, return_token_ids=True))
     assert events(raw)[-1]["error"]["code"] == "worker_lost"
 
 
