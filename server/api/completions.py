@@ -76,6 +76,7 @@ async def prepare_completion(
     limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=clamps)
     shared = replace(
         params.new_spec(response_id("cmpl-"), model, identity, request, "prompt"),
+        seeds=params.choice_seeds(request.seed, num_sampled),
         sampling=sampling,
         rules=params.text_rules(request, request.stop_strings, model),
         grammar_param=constraint.param,

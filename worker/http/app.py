@@ -80,8 +80,7 @@ def make_app(
 ) -> ASGIApp:
     """Build the application: for members of the fleet that share `token`; without one, for programs but no web pages.
 
-    Without a token, a browser must name `host`, `advertise_url` or this machine. `url`: the registered address; None:
-    that of the engine's member.
+    Without a token, a browser must name `host`, `advertise_url` or this machine. `url`: by default the member's.
     """
     endpoints, instance = _Endpoints(service), new_instance()
 
