@@ -30,8 +30,11 @@ class Mailbox:
         if error is not None and refuse is not None:
             refuse(error)
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Queue a call whose result or exception goes to the future, which always ends. If cancelled, it is skipped."""
+    def call(self, function: Callable[[], T], *, before: Callable[[], object] = lambda: None) -> Future[T]:
+        """Queue a call whose result or exception goes to the future, which always ends.
+
+        `before` runs first: no step comes between, and its exception also ends the engine. A cancelled call is skipped.
+        """
         future: Future[T] = Future()
 
         def fail(error: BaseException) -> None:
@@ -39,6 +42,11 @@ class Mailbox:
                 future.set_exception(error)
 
         def run() -> None:
+            try:
+                before()
+            except BaseException as error:
+                fail(error)
+                raise
             if not future.set_running_or_notify_cancel():
                 return
             try:

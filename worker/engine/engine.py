@@ -234,13 +234,11 @@ class EngineCore:
             self._reporter.begin_epoch(self.member)
             return self.member.epoch
 
-        self.mailbox.put(self._in_flight.process_all)  # no command launches a step: none is in flight at the next one
-        return self.mailbox.call(empty_pool)
+        return self.mailbox.call(empty_pool, before=self._in_flight.process_all)
 
     def probe(self) -> Future[None]:
         """Compute one token now, ahead of the queue. The future fails when the device does."""
-        self.mailbox.put(self._in_flight.process_all)
-        return self.mailbox.call(self._in_flight.probe)
+        return self.mailbox.call(self._in_flight.probe, before=self._in_flight.process_all)
 
     def debug_state(self) -> Future[dict[str, Any]]:
         return self.mailbox.call(lambda: debug_state(self._scheduler))

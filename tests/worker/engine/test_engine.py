@@ -166,6 +166,31 @@ def test_purge_waits_for_the_step_in_flight(overlapping: ThreadedEngine) -> None
     assert overlapping.wait(key).tokens[0] == answer(range(10), 100, 5)
 
 
+def test_no_step_is_in_flight_when_a_purge_empties_the_pool(
+    overlapping: ThreadedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the engine goes on with steps after each command of the purge."""
+    mailbox, scheduler, num_in_flight = overlapping.engine.mailbox, overlapping.scheduler, list[int]()
+    put, preempt_all = mailbox.put, scheduler.preempt_all
+
+    def put_and_wait(*command) -> None:
+        put(*command)
+        for _ in range(3):
+            overlapping.next()
+
+    def count_and_preempt() -> None:
+        num_in_flight.append(len(overlapping.engine._in_flight))
+        preempt_all()
+
+    key = overlapping.submit(0, generate(range(10), 200))
+    monkeypatch.setattr(mailbox, "put", put_and_wait)
+    monkeypatch.setattr(scheduler, "preempt_all", count_and_preempt)
+    overlapping.engine.purge().result(HANG_S)
+    monkeypatch.undo()
+    assert num_in_flight == [0]
+    assert overlapping.wait(key).tokens[0] == answer(range(10), 100, 200)
+
+
 def test_stop_waits_for_the_step_in_flight(overlapping: ThreadedEngine) -> None:
     overlapping.runner.gate.clear()
     overlapping.submit(0, generate(range(10), 5))

@@ -105,8 +105,7 @@ class ThreadedEngine:
 
     def settle(self) -> None:
         """Run every command put so far, and process the steps in flight."""
-        self.engine.mailbox.put(self.engine._in_flight.process_all)
-        self.engine.mailbox.call(lambda: None).result(HANG_S)
+        self.engine.mailbox.call(lambda: None, before=self.engine._in_flight.process_all).result(HANG_S)
 
     def run_commands(self) -> None:
         """Run every command put so far."""
