@@ -17,7 +17,7 @@ def lead(forced: str | None = None) -> Callable[[str, Body], Body]:
     encode = smollm2.tokenizer().encode
     words = sorted({encode(f" {word}").ids[0] for word in _WORDS} | {2})
     ends = {str(encode(text).ids[0]): 11 for text in ('"', '"}', '",', "}", ",", "]")}
-    ends[str(encode("<think>").ids[1])] = -100  # thoughts before the call would not end
+    ends[str(encode("<tool_call>").ids[1])] = 11  # thoughts before the call would not end
 
     def change(path: str, body: Body) -> Body:
         led = {**body, "temperature": 1.0, "seed": len(str(body))}
