@@ -19,7 +19,7 @@ from server.api.prompts.limits import TokenLimits
 from server.errors import ApiError
 from server.models.served_model import ServedModel
 from server.schema.decoding import TextLimit
-from server.schema.fields import FunctionDefinition
+from server.schema.fields import FunctionDefinition, RequestFields
 from server.schema.requests import CHAT
 from worker.common.chat_probes import CHAT_PROBES, WITH_TOOLS, digests
 from worker.wire import Rendered
@@ -27,10 +27,12 @@ from worker.wire import Rendered
 Digests = tuple[tuple[str, str], ...]
 _NOT_IN_PROMPT: Final = frozenset(
     {
-        *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "n"),
-        *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "logprobs"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "cache_salt", "priority"),
-        *("prompt_cache_key", "user", "metadata", "return_token_ids", "parallel_tool_calls"),
+        *RequestFields.__struct_fields__,
+        *("stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "n", "logprobs"),
+        *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "bad_words"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "prompt_logprobs"),
+        *("return_token_ids", "parallel_tool_calls", "allowed_token_ids", "structured_outputs", "skip_special_tokens"),
+        *("include_stop_str_in_output", "spaces_between_special_tokens"),
     }
 )
 """Fields of a body that do not change the prompt."""
@@ -59,6 +61,7 @@ class _Message(Struct, forbid_unknown_fields=True):
     content: str | list[_Part] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
+    name: str | None = None
 
     @property
     def has_empty(self) -> bool:
@@ -105,6 +108,7 @@ class _Prompt(Struct, forbid_unknown_fields=True):
             f"calls{ending}": has_calls,
             f"parts_calls{ending}": has_parts and has_calls,
             f"broken{ending}": not all(_is_object(call.function.arguments) for call in calls),
+            f"named{ending}": any(message.name for message in self.messages),
             f"thinks{ending}": thinks is True,
             f"thinks_not{ending}": thinks is False,
             f"effort_{self.reasoning_effort}{ending}": self.reasoning_effort is not None,

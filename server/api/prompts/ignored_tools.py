@@ -40,7 +40,7 @@ class IgnoredTools:
                 raise unsupported(each.field, f"is {each.type[:64]!r}: this model reads text (--strict-blocks)")
             if not each.is_block:
                 self._check_tool(each.field, each.type)
-        return ", ".join([*self._named([each.type for each in ignored]), *intent.fields.ignored_hints])
+        return ", ".join([*self.named([each.type for each in ignored]), *intent.fields.ignored_hints])
 
     def without(self, fields: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """Return a body for an engine without the tools of vendors, and the header's value; "" for none.
@@ -50,7 +50,7 @@ class IgnoredTools:
         if decoded(fields.get("mcp_servers")):
             self._check_tool("mcp_servers", "mcp_servers")
             others, names = self.without({name: value for name, value in fields.items() if name != "mcp_servers"})
-            return others, ", ".join(filter(None, [names, *self._named(["mcp_servers"])]))
+            return others, ", ".join(filter(None, [names, *self.named(["mcp_servers"])]))
         tools = decoded(fields.get("tools"))
         if not isinstance(tools, list):
             return fields, ""
@@ -63,14 +63,14 @@ class IgnoredTools:
         if not kept and _requires_call(decoded(fields.get("tool_choice"))):
             raise unsupported("tool_choice", f"asks for a call, and this server cannot run {', '.join(left_out)[:256]}")
         others = {name: value for name, value in fields.items() if name != "tools" and (kept or name != "tool_choice")}
-        return others | ({"tools": kept} if kept else {}), ", ".join(self._named(left_out))
+        return others | ({"tools": kept} if kept else {}), ", ".join(self.named(left_out))
 
     def _check_tool(self, field: str, kind: str) -> None:
         if self._strict_tools:
             raise unsupported(field, f"is {kind[:64]!r}, which this server cannot run (--strict-tools)")
 
-    def _named(self, kinds: Iterable[str]) -> list[str]:
-        """Return the first types, for a header, and log all new ones."""
+    def named(self, kinds: Iterable[str]) -> list[str]:
+        """Return the first types or fields, for a header, and log all new ones."""
         types = list(dict.fromkeys(_UNSAFE.sub("?", kind[:64]) for kind in kinds))
         for kind in types:
             if kind not in self._logged and len(self._logged) < MAX_LOGGED:

@@ -14,7 +14,7 @@ from msgspec import Raw, ValidationError
 
 from server.api.engine.text import _check, _is_sent, _known_of
 from server.errors import InvalidRequestError
-from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
+from server.schema.field_table import IGNORED, REFUSED_FIELDS, SENT_FIELDS, SENT_XARGS
 from server.schema.fields import RequestFields
 from tests.server.api.engine_worker import EngineWorker, engine_gateway
 from tests.server.test_app import chat, post
@@ -35,6 +35,7 @@ CHECKED: Final = {
     "/v1/messages": {"context_management", "mcp_servers", "output_format"},
 }
 """Fields that no engine reads, and that change no answer or are read by the gateway."""
+EMBEDDINGS: Final = REFUSED_FIELDS["/v1/embeddings"]
 VLLM_REFUSED: Final = {"kv_transfer_params", "ec_transfer_params", "previous_response_id", "background"}
 SGLANG_REFUSED: Final = {
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_logit_processor", "custom_params"),
@@ -86,9 +87,10 @@ def test_published_fields_of_sglang_are_sent_on_with_chats() -> None:
 
 @pytest.mark.parametrize("path", SENT_FIELDS)
 @given(name=st.text(max_size=30) | st.sampled_from([*VLLM_REFUSED, *SGLANG_REFUSED, "kv_cache_report_mode", "n" * 99]))
-def test_any_other_field_is_refused_by_name(path: str, name: str) -> None:
+def test_unsafe_fields_are_refused_by_name(path: str, name: str) -> None:
     if not _is_sent(path, name) and name not in IGNORED:
-        assert refused(path, {name: "x"}) == name[:64]
+        is_unsafe = name in VLLM_REFUSED | SGLANG_REFUSED | REFUSED_FIELDS.get(path, EMBEDDINGS).keys()
+        assert refused(path, {name: "x"}) == (name if is_unsafe else None)
         assert refused(path, {name: ""}) is None
     assert refused(path, {name: None}) is None
     if "vllm_xargs" in SENT_FIELDS[path] and name not in SENT_XARGS:
@@ -113,13 +115,16 @@ async def test_what_an_engine_gets(engines: list[EngineWorker]) -> None:
         assert status == 200, raw
         assert engines[0].rendered[-1]["vllm_xargs"] == xargs
         assert not {"background", "unheard_of"} & engines[0].rendered[-1].keys()
+        status, headers, raw = await post(target.url, chat(unheard_of="x", client_metadata={"a": "b"}, new="\u2028"))
+        assert (status, headers["x-headstart-ignored"]) == (200, "unheard_of, client_metadata, new"), raw
+        assert not {"unheard_of", "client_metadata", "new"} & engines[0].rendered[-1].keys()
         for fields, param in (
             ({"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs.kv_transfer_params"),
-            ({"kv_cache_report_mode": "x"}, "kv_cache_report_mode"),
+            ({"lora_path": "x"}, "lora_path"),
         ):
             status, _, raw = await post(target.url, chat(**fields))
             assert (status, json.loads(raw)["error"]["param"]) == (400, param)
-        assert len(engines[0].rendered) == 1
+        assert len(engines[0].rendered) == 2
 
 
 async def test_an_owner_lists_names_of_xargs(engines: list[EngineWorker]) -> None:
