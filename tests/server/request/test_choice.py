@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from server.request.choice import MAX_PENDING_IDS, Choice, ChoiceDelta
+from server.request.choice import MAX_PENDING_IDS, Choice, ChoiceDelta, GenerationSpec
 from server.text.detokenizer import TextRules, TokenBytes
 from worker.wire import SamplingParams, TokenLogprobs, Tokens
 
@@ -30,6 +31,13 @@ def choice_of(token_bytes: TokenBytes, *, with_logprobs: bool = False, min_token
         first_index=0,
     )
     return Choice(spec, 0)
+
+
+@pytest.mark.parametrize(("clamps", "max_model_len", "num_tokens"), [(True, 16, 6), (True, 40, 9), (False, 16, 9)])
+def test_an_answer_is_clamped_to_the_context_of_its_worker(clamps: bool, max_model_len: int, num_tokens: int) -> None:
+    sampling = SamplingParams(max_tokens=9, min_tokens=1, top_k=3)
+    spec: Any = SimpleNamespace(prompt_ids=[1] * 10, clamps_max_tokens=clamps, sampling=sampling)
+    assert GenerationSpec.sampling_at(spec, max_model_len) == replace(sampling, max_tokens=num_tokens)
 
 
 def letter(token_bytes: TokenBytes, text: str) -> int:

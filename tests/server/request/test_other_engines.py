@@ -124,6 +124,23 @@ def test_an_answer_goes_on_where_all_text_was_sent(parts: list[tuple[str, list[i
         assert len(choice.output_ids) == num_shown
 
 
+def test_an_answer_that_begins_again_has_no_earlier_ids() -> None:
+    answer, choice = engine_answer(), SimpleNamespace(output_ids=[1], reset=lambda: choice.output_ids.clear())
+    answer.take(json.dumps({"choices": [{"delta": {"role": "assistant"}}]}).encode(), [1])
+    answer.restart([cast("Choice", choice)], client_has_output=False)
+    assert choice.output_ids == []
+
+
+def test_the_rest_of_an_answer_shows_no_ids_that_nobody_asked_for() -> None:
+    answer, choice = engine_answer(), cast("Choice", SimpleNamespace(output_ids=[1]))
+    answer.take(json.dumps({"choices": [{"delta": {"content": "a"}}]}).encode(), [1])
+    answer.restart([choice], client_has_output=True)
+    rest = {"delta": {"content": "b"}, "token_ids": [4], "prompt_token_ids": [1]}
+    answer.take(json.dumps({"choices": [rest]}).encode(), [1, 4])
+    [shown] = json.loads(answer.take_deltas()[-1].event)["choices"]
+    assert (shown["token_ids"], shown["prompt_token_ids"]) == (None, None)
+
+
 def test_a_resumed_prompt_is_never_more_cached_than_long() -> None:
     """The same engine may go on, after a connection was lost: it then has the output so far."""
     answer, choice = engine_answer(), cast("Choice", SimpleNamespace(output_ids=[1] * 20))

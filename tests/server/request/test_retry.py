@@ -121,6 +121,14 @@ def test_a_token_clears_a_request() -> None:
     assert isinstance(lost(history, Stage.ANSWERED), WorkerLostError), "the number of losses is limited too"
 
 
+def test_a_lost_request_without_another_worker_keeps_the_hint_of_the_router() -> None:
+    history = new_history()
+    assert lost(history, Stage.ACCEPTED) is None
+    error = history.no_worker_error(NoWorkerError("none", retry_after_s=7.0))
+    assert isinstance(error, WorkerLostError)
+    assert error.retry_after_s == 7.0
+
+
 def test_refusals_are_limited_and_the_soonest_is_reported() -> None:
     history = new_history()
     for retry_after_s in (5.0, 2.0, 9.0):
