@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
+import socket
 import ssl
+import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -19,8 +22,10 @@ from hypothesis import strategies as st
 from server.api.endpoint import read_body
 from server.http import protocol
 from server.http.protocol import ConnectionLimit
+from server.http.server import Listener
 from server.http.stream import CancelOnDisconnect, ClientGoneError, client_of
 from tests.certificates import Authority
+from tests.server.http.readers import MemoryTransport
 from tests.server.http.test_tls import LIMITS, Port
 from tests.waiting import HANG_S, until
 from worker.common import http_protocol
@@ -388,3 +393,16 @@ async def test_an_idle_connection_is_closed() -> None:
         writer.write(post(b"x", path="/now"))
         await reader.readuntil(b"0\r\n\r\n")
         assert (await port.exchange(post(b"x", path="/now"))).endswith(b"0\r\n\r\n")
+
+
+async def test_a_lost_connection_is_freed_at_once() -> None:
+    """Its timers would keep it."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        connection = Listener(Desk(), sock, LIMITS).connection()
+        connection.connection_made(MemoryTransport())
+        connection.data_received(b"POST / HTTP/1.1\r\nHost: h\r\n")
+        connection.connection_lost(None)
+    kept = weakref.ref(connection)
+    del connection
+    gc.collect()
+    assert kept() is None
