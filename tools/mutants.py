@@ -2,7 +2,8 @@
 
 The changes are mutmut's, and three more. Statements are sampled evenly, one change each. A change is tried against the
 test files of its module's name first. The others of the folder follow, the quickest first. A test that fails or hangs
-kills it. Tests of more than `MAX_TEST_S` are left out. All runs in copies below a temporary folder.
+kills it, and so does the type checker. Tests of more than `MAX_TEST_S` are left out. All runs in copies below a
+temporary folder.
 
 What no test should hold is not changed: annotations, decorators, docstrings, assertions, logging, constants marked
 Final, `strict=` of zip, and texts (strings with a space).
@@ -42,8 +43,15 @@ TESTS: Final = {
     "cache/hashing.py": ("tests/cache/test_*.py",),
     "cache/redis_index": ("tests/cache/redis_index/test_*.py", "tests/server/auth/test_shared_limits.py"),
     "server/auth": ("tests/server/auth/test_*.py", "tests/server/test_limits.py", "tests/server/test_doors.py"),
-    "server/http": ("tests/server/http/test_*.py", "tests/server/test_attacks.py"),
-    "server/request": ("tests/server/request/test_*.py",),
+    "server/http": (
+        "tests/server/http/test_*.py",
+        *("tests/server/test_attacks.py", "tests/server/test_app.py", "tests/server/test_template_matrix.py"),
+        "tests/server/api/test_bounds.py",
+    ),
+    "server/request": (
+        "tests/server/request/test_*.py",
+        *("tests/server/test_app.py", "tests/server/test_metrics.py", "tests/server/usage/test_accounts.py"),
+    ),
     "server/router/cost.py": ("tests/server/router/test_*.py",),
     "worker/kv_transfer": ("tests/worker/kv_transfer/test_*.py",),
     "worker/scheduler": ("tests/worker/scheduler/test_*.py",),
@@ -51,6 +59,7 @@ TESTS: Final = {
 """The modules, and their tests."""
 MARKS: Final = "not deep and not gpu and not k8s and not faults and not browser and not clients and not vllm"
 PYTEST: Final = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutants")
+MYPY: Final = (sys.executable, "-m", "mypy", "--no-error-summary")
 NOT_COPIED: Final = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "site")
 NUM_COPIES: Final = 3
 """Three at once on two cores, as tests wait often."""
@@ -272,7 +281,7 @@ class Copy:
         return tests
 
     def outcome(self, mutant: Mutant, tests: ModuleTests) -> str:
-        """Return killed, timed out, or survived."""
+        """Return killed, timed out, mistyped, or survived."""
         file = self.root / mutant.path
         code, times = file.read_bytes(), file.stat()
         file.write_text(mutant.code)
@@ -282,16 +291,21 @@ class Copy:
                 limit_s = START_S + SLACK * sum(tests.seconds[test] for test in part)
                 if (passed := self._passes(["-x", *skipped, *part], limit_s)) is not True:
                     return "timed out" if passed is None else "killed"
-            return "survived"
+            return "mistyped" if self._run([*MYPY, mutant.path], MAX_MEASURE_S) == 1 else "survived"
         finally:
             file.write_bytes(code)
             os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
     def _passes(self, arguments: Sequence[str], timeout_s: float) -> bool | None:
         """None: it took too long."""
+        code = self._run([*PYTEST, "-m", MARKS, *arguments], timeout_s)
+        return None if code is None else code in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+    def _run(self, command: Sequence[str], timeout_s: float) -> int | None:
+        """Return the exit code. None: it took too long."""
         with (self._folder / "output").open("w") as output:
             run = self._running = subprocess.Popen(
-                [*PYTEST, "-m", MARKS, *arguments],
+                command,
                 cwd=self.root,
                 env=self._env,
                 stdin=subprocess.DEVNULL,
@@ -300,7 +314,7 @@ class Copy:
                 start_new_session=True,
             )
             try:
-                return run.wait(timeout_s) in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+                return run.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self.interrupt()
                 return None
@@ -357,7 +371,7 @@ def report(results: Sequence[tuple[Mutant, str]], num_asked: int) -> str:
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for mutant, outcome in results:
         counts[module_of(mutant.path)][outcome] += 1
-    outcomes = ("killed", "timed out", "survived")
+    outcomes = ("killed", "timed out", "mistyped", "survived")
     lines = [f"{'module':24}{'sampled':>10}" + "".join(f"{outcome:>11}" for outcome in outcomes)]
     for module in sorted(counts):
         count = counts[module]

@@ -31,6 +31,11 @@ def bounded(value: int | None, limit: int = LIMIT) -> int:
 
 def forgotten(value):
     return value - 1
+
+
+def typed() -> str:
+    text: str = "a b"
+    return text
 '''
 TEST = """import pytest
 from product.numbers import bounded
@@ -71,7 +76,7 @@ def test_what_changes() -> None:
         lines = [mutant.line for mutant in made]
         assert len(set(lines)) == len(lines)
         changes |= {(mutant.line, mutant.after): mutant for mutant in made}
-    assert {line for line, _ in changes} == {13, 14, 15, 19}
+    assert {line for line, _ in changes} == {13, 14, 15, 19, 23}
     assert {"if value >= limit:", "pass", "return value - 1", "return value + 2"} <= {after for _, after in changes}
 
 
@@ -85,6 +90,7 @@ def test_what_tests_notice(tree: Path) -> None:
         14: "killed",
         15: "killed",
         20: "survived",
+        24: "mistyped",
     }
     text = mutants.report(results, len(sampled))
     assert "survived:\nproduct/numbers.py:20: return value - 1  ->  return value" in text
