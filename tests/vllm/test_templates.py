@@ -62,6 +62,7 @@ def bodies(chance: random.Random, count: int) -> Iterator[dict[str, Any]]:
         return None if kind < 0.3 and role == "assistant" else chance.choice(_TEXTS)
 
     def turn(role: str, **fields: Any) -> dict[str, Any]:
+        fields |= {"name": chance.choice(("Ada", "x y"))} if chance.random() < 0.1 else {}
         return {"role": role, "content": content(role)} | fields
 
     def tool(name: str) -> dict[str, Any]:

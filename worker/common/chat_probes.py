@@ -62,7 +62,6 @@ _ARGUMENTS: Final = '{"city": "Zürich", "days": 2, "units": [1.5, null, true], 
 _CALL: Final = (_USER, _called(_ARGUMENTS), _RESULT)
 _CALLS: Final = (_USER, _called(_ARGUMENTS, " I look. ", {"name": "now", "arguments": "{}"}), _RESULT)
 _EMPTY: Final = {"content": ""}
-_NAME: Final = {"name": "Ada"}
 _NO_PARTS: Final = (_of_parts(_USER | _EMPTY), _called(_ARGUMENTS), _of_parts(_RESULT | _EMPTY))
 WITH_TOOLS: Final = "+tools"
 """The end of the name of a shape whose bodies also have tools."""
@@ -72,7 +71,7 @@ CHAT_PROBES: Final[Mapping[str, tuple[_Body, ...]]] = {
     **_both("parts", (_of_parts(_USER),), tuple(map(_of_parts, _PLAIN)), (_SYSTEM, _of_parts(_USER))),
     **_both("empty", *[(*_PLAIN[:at], _PLAIN[at] | _EMPTY, *_PLAIN[at + 1 :]) for at in range(len(_PLAIN))], _NO_PARTS),
     **_both("parts_calls", tuple(map(_of_parts, _CALLS)), (_USER, _called(_ARGUMENTS), _of_parts(_RESULT))),
-    **_both("named", (_USER | _NAME,), tuple([each | _NAME for each in (_SYSTEM, *_CALL, _THANKS)])),
+    **_both("named", *[[each | {"name": "Ada"} for each in chat] for chat in ((_USER,), (_SYSTEM, *_CALL, _THANKS))]),
     "bare": tuple([{"messages": [_USER]} | _tools(each) for each in _BARE]),
     "strict": ({"messages": [_USER]} | _tools(_FUNCTION | {"strict": True}),),
     **_both("calls", _CALL, _CALLS, (*_CALL, {"role": "assistant", "content": " It is sunny.\n"}, _THANKS)),

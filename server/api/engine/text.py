@@ -127,8 +127,6 @@ class _EngineBody(NamedTuple):
     model: ServedModel
     known: _Known
     fields: Mapping[str, Raw]
-    unknown: Sequence[str]
-    """The names of fields that no engine is known to read."""
     media: Media
     error: msgspec.ValidationError | None
     """Why the known fields could not be read: the engine refuses them in its own words."""
@@ -165,7 +163,8 @@ class EngineTexts:
         if asked is None:
             return None
         sent, ignored = await self._repaired(asked)
-        ignored = ", ".join(filter(None, [ignored, *self._ignored_tools.named(asked.unknown)]))
+        left_out = [name for name, value in asked.fields.items() if _is_left_out(path, name, value)]
+        ignored = ", ".join(filter(None, [ignored, *self._ignored_tools.named(left_out)]))
         call = EngineCall(path, encode_json(sent), bool(asked.known.stream) and path not in POOLING_PATHS)
         if asked.error is not None and call.pools:
             raise located(str(asked.error))
@@ -199,9 +198,9 @@ class EngineTexts:
                 known.user = known.metadata.get("user_id") or known.user
             salt = request_salt(identity, known.cache_salt)
             media = await run_sliced(read_media(fields, path, rules, salt))
-            unknown = _check(path, known, fields, self._xargs)
+            _check(path, known, fields, self._xargs)
         await _check_text(body, media, limit())
-        return _EngineBody(path, name, model, known, fields, unknown, media, body_error)
+        return _EngineBody(path, name, model, known, fields, media, body_error)
 
     async def _repaired(self, asked: _EngineBody) -> tuple[dict[str, Any], str]:
         """Return the body for the engine, in a shape that its template takes, and what is left out of it."""
@@ -322,26 +321,24 @@ def _is_sent(path: str, name: str) -> bool:
     return name in SENT_FIELDS[path] or name in _HINTS
 
 
-def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collection[str]) -> list[str]:
-    """Return the fields that no engine is known to read: they are left out.
+def _is_left_out(path: str, name: str, value: Raw) -> bool:
+    """Return whether a field is neither sent on nor empty, and not one that cannot change an answer."""
+    is_known = _is_sent(path, name) or (name in IGNORED and name not in _NOT_SENT)
+    return not (is_known or bytes(value) in _EMPTY or (name in ("n", "best_of") and bytes(value) == b"1"))
 
-    Raises InvalidRequestError for known ones that are not sent on to engines, unless they are empty or ignored.
-    """
-    refused, unknown = REFUSED_FIELDS.get(path, REFUSED_FIELDS["/v1/embeddings"]).keys() | _NOT_SENT, []
+
+def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collection[str]) -> None:
+    """Raises InvalidRequestError for fields that another server has, and that are not sent on to engines."""
+    refused = REFUSED_FIELDS.get(path, REFUSED_FIELDS["/v1/embeddings"]).keys() | _NOT_SENT
     for name, value in fields.items():
-        is_known = _is_sent(path, name) or (name in IGNORED and name not in _NOT_SENT)
-        if is_known or bytes(value) in _EMPTY or (name in ("n", "best_of") and bytes(value) == b"1"):
-            continue
-        if name in refused:
+        if name in refused and _is_left_out(path, name, value):
             raise _not_sent("", name)
-        unknown.append(name)
     with suppress(msgspec.ValidationError):  # the engine refuses another type in its own words
         for name in _fields_of(fields.get("vllm_xargs", Raw(b"{}"))):
             if name not in xargs:
                 raise _not_sent("vllm_xargs.", name, "is not in the gateway's --engine-xargs")
     if known.encoding_format in ("bytes", "bytes_only"):
         raise unsupported("encoding_format", "of this kind is not served: use `float` or `base64`")
-    return unknown
 
 
 def _not_sent(prefix: str, name: str, why: str = "is not sent on to the model's engine: leave it out") -> ApiError:

@@ -60,6 +60,7 @@ KNOWN: list[dict[str, Any]] = [
     chat_of(user(), calling(**FUNCTION), {"role": "tool", "tool_call_id": "c", "content": "sunny"}, user()),
     chat_of(user(), tools=[tool(parameters=SCHEMA)], tool_choice="required"),
     chat_of(user(), reasoning_effort="low"),
+    chat_of(user(name="Bob"), structured_outputs={"regex": "a+"}, store=True, client_metadata={"a": "b"}),
     chat_of(chat_template_kwargs={"enable_thinking": False}, temperature=0.5, max_tokens=9, stop=["x"]),
 ]
 EFFORTS = ("none", "minimal", "low", "medium", "high")
@@ -70,6 +71,7 @@ TURNS: dict[str, dict[str, Any]] = {
     "parts_calls": chat_of(user([{"type": "text", "text": "a"}]), *KNOWN[3]["messages"][1:]),
     "empty": chat_of({"role": "system", "content": ""}, user()),
     "broken": chat_of(user(), calling(name="f", arguments="{"), user()),
+    "named": chat_of(user(name="Bob")),
     "thinks": chat_of(user(), chat_template_kwargs={"enable_thinking": True}),
     "thinks_not": chat_of(user(), chat_template_kwargs={"enable_thinking": False}),
     **{f"effort_{each}": chat_of(user(), reasoning_effort=each) for each in EFFORTS},
@@ -100,7 +102,6 @@ async def test_known_chats_are_not_rendered_by_the_engine(engine: ProbedWorker) 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, chat_of(user(name="Bob"))),
         (CHAT, chat_of({"role": "developer", "content": "a"})),
         (CHAT, chat_of(user(), {"role": "assistant", "content": "a", "reasoning_content": "b"})),
         (CHAT, chat_of(documents=[{"title": "t", "text": "a"}])),

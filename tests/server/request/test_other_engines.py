@@ -131,7 +131,7 @@ def test_an_answer_that_begins_again_has_no_earlier_ids() -> None:
     assert choice.output_ids == []
 
 
-def test_the_rest_of_an_answer_shows_no_ids_that_nobody_asked_for() -> None:
+def test_the_rest_of_an_answer_shows_no_ids_without_request() -> None:
     answer, choice = engine_answer(), cast("Choice", SimpleNamespace(output_ids=[1]))
     answer.take(json.dumps({"choices": [{"delta": {"content": "a"}}]}).encode(), [1])
     answer.restart([choice], client_has_output=True)

@@ -121,7 +121,7 @@ def test_a_token_clears_a_request() -> None:
     assert isinstance(lost(history, Stage.ANSWERED), WorkerLostError), "the number of losses is limited too"
 
 
-def test_a_lost_request_without_another_worker_keeps_the_hint_of_the_router() -> None:
+def test_a_lost_request_keeps_the_hint_of_the_router() -> None:
     history = new_history()
     assert lost(history, Stage.ACCEPTED) is None
     error = history.no_worker_error(NoWorkerError("none", retry_after_s=7.0))
