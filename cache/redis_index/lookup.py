@@ -387,24 +387,22 @@ class LoopTimer:
     in time. They take at most the same time again.
     """
 
-    __slots__ = ("_handle", "_latest_s", "_loop", "_on_end", "_seconds")
+    __slots__ = ("_handle", "_loop", "_on_end", "_seconds")
 
     def __init__(self, seconds: float, on_end: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
         self._on_end = on_end
-        self._latest_s = 0.0
         self._handle: asyncio.Handle = self._loop.call_later(seconds, self._begin_rounds)
 
     def cancel(self) -> None:
         self._handle.cancel()
 
     def _begin_rounds(self) -> None:
-        self._latest_s = self._loop.time() + self._seconds
-        self._handle = self._loop.call_soon(self._next_round, _NUM_ROUNDS - 1)
+        self._handle = self._loop.call_soon(self._next_round, _NUM_ROUNDS - 1, self._loop.time() + self._seconds)
 
-    def _next_round(self, num_left: int) -> None:
-        if num_left and self._loop.time() < self._latest_s:
-            self._handle = self._loop.call_soon(self._next_round, num_left - 1)
+    def _next_round(self, num_left: int, latest_s: float) -> None:
+        if num_left and self._loop.time() < latest_s:
+            self._handle = self._loop.call_soon(self._next_round, num_left - 1, latest_s)
         else:
             self._on_end()
