@@ -40,7 +40,7 @@ _MAX_QUERIES: Final = 64  # bounds the packed queries, of which each model has o
 _MAX_TRIES: Final = 4
 """A lookup fails once at a server without EVALSHA_RO, and twice at one that loses the script."""
 _TIMEOUT_S: Final = 2.0
-"""For everything but the lookups of decisions."""
+"""For reads of the registry."""
 _NUM_ROUNDS: Final = 4
 """Rounds of the event loop that a reply takes from the socket to the task that waits for it."""
 
@@ -176,8 +176,9 @@ class Shard:
     async def lookup(
         self, blob: bytes, model: str | None, num_tokens: int = 0, *, reads_states: bool = False
     ) -> list[Candidate]:
-        """Look up the joined hashes of a prompt. Raises only RedisDownError; the caller sets the deadline.
+        """Look up the joined hashes of a prompt. Raises only RedisDownError.
 
+        The caller sets the deadline. Without one, the client still ends a wait of `stall_s` for a reply.
         Without `reads_states`, states that are young enough are not read.
         """
         num_blocks = len(blob) // HASH_BYTES
@@ -210,9 +211,8 @@ class Shard:
         return False
 
     async def _read_states(self) -> None:
-        with suppress(RedisDownError, TimeoutError):
-            async with asyncio.timeout(_TIMEOUT_S):
-                await self.lookup(b"", None, reads_states=True)
+        with suppress(RedisDownError):
+            await self.lookup(b"", None, reads_states=True)
 
     async def _prepare_server(self, error: ResponseError) -> None:
         """Load the missing script, or use EVALSHA on an old server. Raises RedisDownError for another error.
@@ -362,9 +362,8 @@ class Shard:
                 self._start_refresh()
             started_at = time.monotonic()
             try:
-                async with asyncio.timeout(_TIMEOUT_S):
-                    await self.lookup(b"", None, reads_states=True)
-            except (RedisDownError, TimeoutError):
+                await self.lookup(b"", None, reads_states=True)
+            except RedisDownError:
                 continue
             except Exception:
                 logger.exception("the probe of the index failed")
@@ -387,24 +386,22 @@ class LoopTimer:
     in time. They take at most the same time again.
     """
 
-    __slots__ = ("_handle", "_latest_s", "_loop", "_on_end", "_seconds")
+    __slots__ = ("_handle", "_loop", "_on_end", "_seconds")
 
     def __init__(self, seconds: float, on_end: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
         self._on_end = on_end
-        self._latest_s = 0.0
         self._handle: asyncio.Handle = self._loop.call_later(seconds, self._begin_rounds)
 
     def cancel(self) -> None:
         self._handle.cancel()
 
     def _begin_rounds(self) -> None:
-        self._latest_s = self._loop.time() + self._seconds
-        self._handle = self._loop.call_soon(self._next_round, _NUM_ROUNDS - 1)
+        self._handle = self._loop.call_soon(self._next_round, _NUM_ROUNDS - 1, self._loop.time() + self._seconds)
 
-    def _next_round(self, num_left: int) -> None:
-        if num_left and self._loop.time() < self._latest_s:
-            self._handle = self._loop.call_soon(self._next_round, num_left - 1)
+    def _next_round(self, num_left: int, latest_s: float) -> None:
+        if num_left and self._loop.time() < latest_s:
+            self._handle = self._loop.call_soon(self._next_round, num_left - 1, latest_s)
         else:
             self._on_end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -12,7 +13,7 @@ from redis.asyncio.connection import Connection
 
 from cache.redis_index.client import RedisClient, RedisDownError, diagnose
 from cache.redis_index.connection import MAX_REPLY_BYTES, ClientSettings
-from cache.redis_index.gateway_records import GatewayRecords
+from cache.redis_index.gateway_records import MAX_LATE, GatewayRecords
 from tests.redis_server import until
 from tests.running import listening, running
 from tests.waiting import HANG_S
@@ -173,7 +174,7 @@ async def test_silent_server_is_dropped(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize("refusal", [b"MISCONF Redis cannot save.", b"BUSY Redis is busy running a script."])
-async def test_a_refused_ping_keeps_the_connection(refusal: bytes) -> None:
+async def test_a_refused_ping_keeps_the_connection(refusal: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """A Redis with a full disk refuses PING, but answers all that only reads."""
     num_pings = []
 
@@ -187,6 +188,7 @@ async def test_a_refused_ping_keeps_the_connection(refusal: bytes) -> None:
         await until(lambda: len(num_pings) > 3)
         assert await call(client, "HELLO") == b"HELLO"
         assert (scripted.num_connections, garbage) == (1, [])
+    assert not caplog.messages, "the end of a client is no failure"
 
 
 async def test_a_moved_slot_without_a_host_is_at_the_same_host() -> None:
@@ -205,23 +207,42 @@ async def test_a_moved_slot_without_a_host_is_at_the_same_host() -> None:
                 assert owner.num_connections == 1
 
 
+async def test_a_client_goes_on_from_a_failed_host_to_the_next() -> None:
+    """The slot has moved to a node that is down."""
+    other = Scripted(sane)
+    first = Scripted(lambda words: sane(words) if words[0] != b"HELLO" else b"-MOVED 1 127.0.0.1:1\r\n")
+    async with listening(first.serve) as first_port, listening(other.serve) as port:
+        settings = ClientSettings(first_backoff_s=0.01, max_backoff_s=0.02)
+        client = RedisClient(f"redis+cluster://127.0.0.1:{first_port},127.0.0.1:{port}", settings)
+        async with running(client):
+            await until(lambda: client.up)
+            with pytest.raises(RedisDownError, match="slot moved"):
+                await call(client, "HELLO")
+            await until(lambda: client.up)
+            assert await call(client, "HELLO") == b"HELLO"
+            assert (first.num_connections, other.num_connections) == (1, 1)
+
+
 async def test_a_stall_of_redis_deletes_no_records_of_gateways() -> None:
-    """They have what ended gateways left of the day's budgets."""
+    """They have what ended gateways left of the day's budgets. Only many late replies in a row delete them."""
     asked = []
+    replies = {b"HGETALL": b"*0\r\n", b"HSET": b":1\r\n", b"EXPIRE": b":1\r\n"}
 
     def answer(words: list[bytes]) -> bytes:
         asked.append(words[0])
-        return sane(words) if words[0] == b"PING" else b""
+        return sane(words) if words[0] == b"PING" else replies.get(words[0], b"")
 
     async with listening(Scripted(answer).serve) as port:
         records = GatewayRecords(f"redis://127.0.0.1:{port}", "p", b"", ClientSettings(stall_s=HANG_S))
         async with running(records):
             await until(lambda: b"PING" in asked)
-            for _ in range(30):  # with 65 ms each: as long as a connection may be silent
+            assert await records.exchange("g", "1", b"", HANG_S) == {}
+            replies.clear()
+            for num_late in range(1, MAX_LATE + 1):
                 with suppress(RedisDownError):
                     await records.exchange("g", "1", b"", 0.001)
-            await until(lambda: asked.count(b"HGETALL") + asked.count(b"DEL") == 30)
-    assert b"DEL" not in asked
+                await until(lambda num=num_late: asked.count(b"HGETALL") + asked.count(b"DEL") == 1 + num)  # type: ignore[misc]
+                assert (b"DEL" in asked) == (num_late == MAX_LATE)
 
 
 async def test_number_of_waiting_commands_is_limited() -> None:
@@ -251,8 +272,9 @@ async def test_a_diagnosis_closes_its_connection(reply: bytes, fields: dict[str,
 
     async with listening(serve) as port:
         url = f"redis://127.0.0.1:{port}?decode_responses=True"
+        begun_s = time.perf_counter()
         ping_s, info = await diagnose(url, ClientSettings(connect_timeout_s=HANG_S))
-        assert ping_s > 0
+        assert 0 < ping_s < time.perf_counter() - begun_s
         assert info == fields
         async with asyncio.timeout(HANG_S):
             await ended[0].wait()

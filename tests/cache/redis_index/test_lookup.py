@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio.connection import Connection
 
 from cache.records import Candidate, WorkerLoad
-from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings, schema
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings, lookup, schema
 from cache.redis_index.client import RedisDownError
 from cache.redis_index.lookup import Shard
 from cache.types import BlockHash, GatewayId
@@ -383,6 +383,37 @@ def test_invalid_match_reaches_no_router(matches: object) -> None:
         shard._candidates(query, 3, [b"v", [b"1", b"0"], matches, []])
 
 
+def test_workers_beyond_a_shards_limit_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "MAX_WORKERS_PER_SHARD", 3)
+    events: list[str] = []
+    shard = Shard("redis://h:1", 0, EAGER, events.append)
+    for num_workers in (3, 4):
+        names = [f"w{n}" for n in range(num_workers)]
+        shard.registry.refresh([(name.encode(), schema.encode_member(member(name))) for name in names], [])
+        assert [worker.member.worker_id for worker in shard._query(None).workers] == ["w0", "w1", "w2"]
+        assert events == ["invalid"] * (num_workers - 3)
+
+
+async def test_a_refused_lookup_is_not_tried_again(own_redis: RedisServer) -> None:
+    hashes = chain(3)
+    writer = IndexWriter(own_redis.url, member(), LASTING)
+    index = RedisIndex(own_redis.url, replace(EAGER, poll_s=3600.0))
+    async with linked(writer, index):
+        await hold(hashes, index, writer)
+        own_redis.command("ACL", "SETUSER", "default", "-@scripting")
+        assert await index.lookup(hashes) is None
+        assert b"errorstat_NOPERM:count=1\r\n" in own_redis.command("INFO", "errorstats")
+
+
+async def test_an_idle_reader_reads_the_registry_once_connected(redis_server: RedisServer) -> None:
+    writer = IndexWriter(redis_server.url, member(), LASTING)
+    index = RedisIndex(redis_server.url, replace(EAGER, poll_s=3600.0))
+    async with linked(writer):
+        assert await writer.rewrite([], WorkerLoad())
+        async with linked(index):
+            await until(lambda: index.members() == [member()])
+
+
 HEADER = b"\n*1234567"
 
 
@@ -433,8 +464,11 @@ async def test_too_many_members_hide_no_known_one(redis_server: RedisServer, mon
     index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, deadline_s=HANG_S, max_refresh_age_s=0.05))
     async with linked(writer, index):
         await hold(hashes, index, writer)
-        for n in range(1, 9):
-            redis_server.command("HSET", "{headstart:0}:members", f"w{n}", schema.encode_member(member(f"w{n}")))
-        redis_server.command("SET", "{headstart:0}:version", "other")
-        await until(lambda: index._shards[0]._version == b"other")
-        assert await matches(index, hashes) == {"w0": 3}
+        for num_members in (3, 9):  # at the limit, and beyond
+            for n in range(1, num_members):
+                redis_server.command("HSET", "{headstart:0}:members", f"w{n}", schema.encode_member(member(f"w{n}")))
+            version = f"of {num_members}"
+            redis_server.command("SET", "{headstart:0}:version", version)
+            await until(lambda version=version: index._shards[0]._version == version.encode())  # type: ignore[misc]
+            assert await matches(index, hashes) == {"w0": 3}
+            assert [m.worker_id for m in index.members()] == ["w0", "w1", "w2"]

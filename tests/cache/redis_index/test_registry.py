@@ -129,6 +129,9 @@ class Signed:
 def test_signed_entry_is_read_like_an_unsigned_one() -> None:
     fleet = Signed()
     assert fleet.seen(signed_state(6)) == [("e0", 7, 6)]
+    fleet.refresh(signed_record(), signed_state(6))
+    assert fleet.seen(signed_state(6)) == [("e0", 7, 6)]
+    assert not fleet.registry.has_foreign_states, "the same batch is not out of date"
     assert not fleet.events
     assert schema.decode_member(b"w0", signed_record()) == MEMBER, "also by a gateway that knows no signatures"
     assert schema.decode_state(signed_state(6)).batch == 6

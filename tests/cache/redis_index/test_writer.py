@@ -341,6 +341,22 @@ async def test_failed_rewrites_leave_one_set_at_most(
         assert own_redis.command("KEYS", "*:b:*").count(b"epoch-of-w0") == 1
 
 
+async def test_a_refusal_is_logged_once(own_redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted each time."""
+    events: list[str] = []
+    writer = IndexWriter(own_redis.url, member(), LASTING, count=events.append)
+    async with linked(writer):
+        for num_refused in (2, 4):
+            own_redis.command("CONFIG", "SET", "maxmemory", "1")
+            caplog.clear()
+            for _ in range(2):
+                assert not await writer.rewrite(entries(chain(3)), WorkerLoad())
+            assert [text.partition(":")[0] for text in caplog.messages] == ["Redis refuses what w0 publishes"]
+            assert events.count("refused") == num_refused
+            own_redis.command("CONFIG", "SET", "maxmemory", "0")
+            assert await writer.rewrite(entries(chain(3)), WorkerLoad()), "a later refusal is logged again"
+
+
 def test_lease_after_a_clock_jump_is_in_doubt() -> None:
     writer = IndexWriter("redis://h:1", member())
     assert writer.in_doubt, "before the first rewrite"
