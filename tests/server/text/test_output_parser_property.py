@@ -248,7 +248,7 @@ def test_streamed_is_whole_and_nothing_is_lost(ruled: tuple[OutputRules, str], c
 
 
 @pytest.mark.deep
-@settings(max_examples=100_000)
+@settings(max_examples=30_000)
 @given(**CASES)
 def test_streamed_is_whole_and_nothing_is_lost_in_many_cases(ruled: tuple[OutputRules, str], cuts: list[int]) -> None:
     check(*ruled, cuts)
