@@ -123,6 +123,8 @@ async def test_usage_splits_cached_tokens_by_place(worker: ScriptedWorker) -> No
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
         assert answer.usage.prompt_tokens_details.cached_tokens == 16
+        assert answer.usage.completion_tokens_details is not None
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 0
         details = answer.usage.to_dict()["prompt_tokens_details"]
         assert details["headstart"] == {"pool": 4, "disk": 4, "peer": 8}  # type: ignore[index]
         response = await sdk.responses.create(model="tiny", input="What is the capital of France?")

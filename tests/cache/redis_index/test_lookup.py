@@ -7,6 +7,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from redis.asyncio.connection import Connection
@@ -381,6 +382,18 @@ def test_invalid_match_reaches_no_router(matches: object) -> None:
     query = shard._query(None)
     with pytest.raises(RedisDownError, match="malformed"):
         shard._candidates(query, 3, [b"v", [b"1", b"0"], matches, []])
+
+
+async def test_a_registry_with_an_unreadable_time_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = Shard("redis://h:1", 0, EAGER, lambda event: None)
+    states = SimpleNamespace(is_whole=True, pairs=[])
+
+    async def read(*_: object, **__: object) -> object:
+        return (states, states), b"noon"
+
+    monkeypatch.setattr(shard._hashes, "read", read)
+    with pytest.raises(RedisDownError, match="malformed"):
+        await shard.refresh()
 
 
 def test_workers_beyond_a_shards_limit_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

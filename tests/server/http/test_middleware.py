@@ -149,3 +149,12 @@ async def test_a_compressed_body_is_refused() -> None:
     for encoding in ("gzip", "deflate", "br", "zstd", "gzip, identity"):
         with pytest.raises(MediaTypeError, match="Compressed"):
             await send_body([b"x"], {"content-encoding": encoding}, None)
+
+
+async def test_an_announced_length_is_refused_before_the_body_is_read() -> None:
+    async def never(*_: object) -> Any:
+        raise AssertionError
+
+    scope = {"headers": [(b"content-length", b"%d" % (MAX_BYTES + 1))]}
+    with pytest.raises(BodyTooLargeError):
+        await BodyLimitMiddleware(never, MAX_BYTES)(scope, never, never)
