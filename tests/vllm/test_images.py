@@ -23,7 +23,6 @@ from tests.vllm.test_cache import STORY
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
-NUM_PROMPTS: Final = 200
 NUM_MUTATED: Final = 1000
 HOST: Final = "localhost"
 WORDS: Final = ("cat", "dog", "moon", "sea", "What is this?", "A long story, told by nobody.", "2,048", "Rome")
@@ -123,10 +122,10 @@ def test_other_apis_find_what_is_promised(fleet: VllmFleet, path: str) -> None:
     assert cached[1][0] > cached[2][0] > 0
 
 
-def random_chats(rng: random.Random) -> Iterator[tuple[dict[str, Any], str]]:
+def random_chats(rng: random.Random, num_prompts: int) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield prompts, of which many begin as one before, up to any part of it."""
     before: list[list[dict[str, Any]]] = [[]]
-    for _ in range(NUM_PROMPTS):
+    for _ in range(num_prompts):
         parts = list(rng.choice(before))
         parts = parts[: rng.randint(0, len(parts))]
         for _ in range(rng.randint(1, 6)):
@@ -138,9 +137,11 @@ def random_chats(rng: random.Random) -> Iterator[tuple[dict[str, Any], str]]:
         yield chat(*parts), rng.choice(("red", "red", "blue"))
 
 
-def test_promises_are_kept_for_random_prompts(fleet: VllmFleet) -> None:
+@pytest.mark.parametrize("num_prompts", [200, pytest.param(500, marks=pytest.mark.deep, id="five_hundred")])
+def test_promises_are_kept_for_random_prompts(fleet: VllmFleet, num_prompts: int) -> None:
     """The pool is small, so blocks are evicted all the time."""
-    pairs = [counts(fleet, body, tenant) for body, tenant in random_chats(random.Random(secrets.randbits(32)))]
+    rng = random.Random(secrets.randbits(32))
+    pairs = [counts(fleet, body, tenant) for body, tenant in random_chats(rng, num_prompts)]
     num_equal = sum(ours == theirs for ours, theirs in pairs)
     num_found = sum(theirs > 0 for _, theirs in pairs)
     print(f"{num_equal} of {len(pairs)} promises equal, {num_found} found something; {pairs}")
