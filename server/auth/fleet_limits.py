@@ -241,7 +241,7 @@ class FleetLimits:
         """Return what the others have left of a limit."""
         return sum([peer.record.left(allotment) for peer in self._fresh()])
 
-    def record(self, day: str, *, is_last: bool = False) -> GatewayRecord:
+    def record(self, day: str, *, is_last: bool) -> GatewayRecord:
         """Return the record to publish. After the last one all are last: `run` may still publish."""
         now_s = self.clock()
         if day != self._day:
