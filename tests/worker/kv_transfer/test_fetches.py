@@ -231,6 +231,7 @@ def test_a_reader_that_hangs_after_its_last_block_delays_nothing(make_fetches) -
     source.closing.acquire()
     fetches.queue.poll(fetches.queue.active[0].deadline_s)
     assert fetches.num_cached(sequence) == 3
+    assert source.rate.tokens_per_s(time.monotonic()) == 1e6
     fetches.assert_idle()
     assert fetches.ended[0].num_arrived == 3
 
