@@ -166,7 +166,7 @@ class KeyFile(WatchedFiles):
         super().__init__([path])
         self._cluster_secret = cluster_secret
         self._on_reload = on_reload
-        self._blinding = secrets.token_bytes(16)
+        self._blinding = secrets.token_bytes()
         self._identities: dict[bytes, Identity] = {}
         """By the blinded digest of the key."""
         self._limits = limits

@@ -232,7 +232,7 @@ class WorkerView(msgspec.Struct, eq=False):
         """True if the blocks that it does not hold yet fit next to those of running requests."""
         num_blocks = self.load.num_blocks
         num_matched = self.matched_tokens // self.member.block_size
-        return self.kv_usage * num_blocks - max(0, num_matched - self.num_live_blocks) <= num_blocks
+        return round(self.kv_usage * num_blocks) - max(0, num_matched - self.num_live_blocks) <= num_blocks
 
     @property
     def num_outstanding(self) -> int:

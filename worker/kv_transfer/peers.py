@@ -103,7 +103,7 @@ class _TimedSocket(io.RawIOBase):
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self.end_s = 0.0
+        self.end_s: float
         """Set before a read, on the monotonic clock."""
 
     def makefile(self, *_: Any) -> io.BufferedReader:

@@ -74,10 +74,8 @@ class Scheduler:
         """Finished sequences that hold their blocks until their last step has returned."""
         self._fair_share = FairShare()
         self._next_expiry_s = math.inf
-        self._num_appended = 0
-        """Sampled tokens, over all sequences."""
-        self._replanned_at = -1
-        """`_num_appended` when all sequences were last preempted."""
+        self._may_replan = True
+        """A token was sampled since all sequences were last preempted."""
 
     @property
     def has_work(self) -> bool:
@@ -138,9 +136,9 @@ class Scheduler:
     def schedule(self, now_s: float) -> StepPlan | None:
         """Plan the next step. None: there is nothing to do, or nothing fits into an empty pool."""
         plan = self._plan_step(now_s)
-        if not plan.chunks and plan.num_preempted and self._num_appended > self._replanned_at:
+        if not plan.chunks and plan.num_preempted and self._may_replan:
             # All were preempted: they fit again one by one. To plan twice without a new token would never end.
-            self._replanned_at = self._num_appended
+            self._may_replan = False
             first, plan = plan, self._plan_step(now_s)
             plan.num_preempted += first.num_preempted
         if self.speculation is not None:
@@ -346,7 +344,7 @@ class Scheduler:
                 logger.warning("request %s: the grammar failed: %s", request_id, error, extra=extra)
                 return self.fail(request, failed_by(error))
             sequence.token_ids.append(token.token_id)
-            self._num_appended += 1
+            self._may_replan = True
             appended.append(token)
             if (end := request.finish_reason(choice, self._eos_token_ids)) is not None:
                 break

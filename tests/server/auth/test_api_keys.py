@@ -247,6 +247,15 @@ def test_the_answer_to_a_wrong_key_says_when_to_retry(tmp_path: Path) -> None:
         who.authenticate(request("guess"))
 
 
+def test_a_source_may_send_20_wrong_keys_and_then_one_in_5_s() -> None:
+    throttle = AuthThrottle(clock=lambda: 1000.0)
+    for _ in range(20):
+        throttle.failed("192.0.2.1")
+    with pytest.raises(OverloadedError) as refused:
+        throttle.failed("192.0.2.1")
+    assert refused.value.retry_after_s == pytest.approx(5.0)
+
+
 @pytest.mark.parametrize(
     ("client", "source"),
     [

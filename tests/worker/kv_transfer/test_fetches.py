@@ -180,6 +180,32 @@ def test_a_reader_that_hangs_ends_the_fetch_late(make_fetches) -> None:
     assert fetches.num_cached(sequence) == 0
 
 
+@pytest.mark.parametrize(
+    ("prefill_tokens_per_s", "tokens_per_s", "timeout_s"),
+    [
+        pytest.param(10, 16.0, 1.6, id="computing is quicker than lag"),
+        pytest.param(10, 160.0, 0.9, id="four times what it takes, and half a second"),
+        pytest.param(1000, 1e6, 0.5, id="at least half a second"),
+    ],
+)
+def test_a_fetch_is_late_by_the_blocks_that_it_brings(
+    make_fetches: Callable[..., Fetches], prefill_tokens_per_s: int, tokens_per_s: float, timeout_s: float
+) -> None:
+    """Four blocks, which are 16 tokens. What was cached before counts neither way."""
+    source = Source(num_held=2)
+    fetches = make_fetches(source, prefill_tokens_per_s=prefill_tokens_per_s)
+    before = fetches.sequence(3)
+    assert fetches.start(before)
+    assert fetches.run(before) == 2
+    source.num_held, source.rate = 6, TransferRate(tokens_per_s)
+    source.gate.clear()
+    begun_s = time.monotonic()
+    assert fetches.start(fetches.sequence(6))
+    now_s = time.monotonic()
+    (fetch,) = fetches.queue.active
+    assert begun_s + timeout_s - 1e-6 < fetch.deadline_s < now_s + timeout_s + 1e-6
+
+
 def test_what_came_before_the_deadline_stays(make_fetches) -> None:
     source = Source()
     source.gate.clear()
@@ -205,6 +231,7 @@ def test_a_reader_that_hangs_after_its_last_block_delays_nothing(make_fetches) -
     source.closing.acquire()
     fetches.queue.poll(fetches.queue.active[0].deadline_s)
     assert fetches.num_cached(sequence) == 3
+    assert source.rate.tokens_per_s(time.monotonic()) == 1e6
     fetches.assert_idle()
     assert fetches.ended[0].num_arrived == 3
 

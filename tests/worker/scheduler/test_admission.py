@@ -110,6 +110,20 @@ def test_no_sequence_waits_for_a_stalled_prefix() -> None:
     engine.finish()
 
 
+def test_no_sequence_waits_for_what_is_cached() -> None:
+    """Another one computes the cached prefix again, for its logprobs."""
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)
+    engine.submit(generate([1] * 200, 1))
+    engine.finish()
+    engine.submit(generate([1] * 200, 1, prompt_logprobs=0))
+    engine.step()
+    later = engine.submit(generate([1] * 201, 1))
+    engine.step()
+    assert later.started_s is not None
+    assert later.num_cached_tokens == 200
+    engine.finish()
+
+
 def test_a_started_sequence_forgets_whom_it_waited_for() -> None:
     """Else a chain of requests, each with the prompt of the last one, would live as long as the newest."""
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)

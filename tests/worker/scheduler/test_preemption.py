@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cache.allocators import PrefixCache
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import ROOT, HandEngine, generate
 from worker.wire import End
@@ -24,9 +25,10 @@ def test_the_last_is_preempted_and_gives_the_same_tokens() -> None:
     assert all(isinstance(end, End) for end in ends)
 
 
-def test_one_that_preempts_itself_is_admitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No allocator refuses the only running sequence. If one did, the request would continue."""
-    engine = HandEngine()
+@pytest.mark.parametrize("num_batched", [64, 4])
+def test_one_that_preempts_itself_is_admitted_again(monkeypatch: pytest.MonkeyPatch, num_batched: int) -> None:
+    """No allocator refuses the only running sequence. If one did, the request would continue, even a prefill."""
+    engine = HandEngine(max_num_batched_tokens=num_batched, max_num_seqs=4)
     request = engine.submit(generate(range(7), 12))
     engine.step()
     take, refusals = engine.allocator._take, iter([True, True])
@@ -38,10 +40,12 @@ def test_one_that_preempts_itself_is_admitted_again(monkeypatch: pytest.MonkeyPa
     assert engine.answer(request).tokens[0] == answer(range(7), 100, 12)
 
 
-def test_a_pool_that_is_held_elsewhere_is_noticed() -> None:
-    engine = HandEngine()
-    engine.submit(generate(range(7), 6))
+@pytest.mark.parametrize(("prefix_cache", "num_prompt", "num_free"), [("hash", 7, 0), ("off", 20, 3)])
+def test_a_pool_that_is_held_elsewhere_is_noticed(prefix_cache: PrefixCache, num_prompt: int, num_free: int) -> None:
+    """Even by a prefill of several steps, which begins again."""
+    engine = HandEngine(prefix_cache=prefix_cache, max_num_batched_tokens=4, max_num_seqs=4)
+    engine.submit(generate(range(num_prompt), 6))
     engine.step()
-    num_held = engine.allocator.num_free_blocks * engine.allocator.block_size
+    num_held = (engine.allocator.num_free_blocks - num_free) * engine.allocator.block_size
     assert engine.allocator.allocate(num_held, range(100, 110), ROOT) is not None
     assert any(engine.step() is None for _ in range(10)), "the scheduler plans for ever, and nothing ends"

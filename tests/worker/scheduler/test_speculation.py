@@ -94,6 +94,19 @@ def test_dear_rows_get_no_draft() -> None:
     assert sum(map(sum, drafts(made))) == 0
 
 
+def test_only_steps_of_decodes_measure_the_cost() -> None:
+    speculation = Speculation(4, StepCost(0.001, 4.0))
+    made = engine(speculation)
+    made.submit(generate(PERIOD * 2, 30))
+    prefill, decode = made.step(), made.step()
+    assert prefill is not None
+    assert decode is not None
+    speculation.measure(prefill, 5.0)
+    assert speculation.cost.seconds(1) == pytest.approx(0.005), "the first guess"
+    speculation.measure(decode, 0.05)
+    assert speculation.cost.seconds(decode.num_decode_rows) == pytest.approx(0.05)
+
+
 def test_one_sequence_gets_more_drafts_than_each_of_many() -> None:
     """With cheap rows, one sequence gets more drafts than each of many."""
     longest = []

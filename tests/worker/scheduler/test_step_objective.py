@@ -127,6 +127,16 @@ def test_ninety_nine_of_a_hundred_steps_are_within() -> None:
     assert sum(used) / len(used) > 0.75 * OBJECTIVE_S, "the room is used"
 
 
+def test_tokens_far_into_a_prompt_are_worth_more_first_ones() -> None:
+    objective = StepObjective(1e-6, BLOCK_SIZE, TOKEN_S)
+    for start in (0, 1000) * 50:
+        prefill_s = BLOCK_SIZE * TOKEN_S * (1.0 + start / 250)
+        objective.measure(1, [range(start, start + BLOCK_SIZE)], objective.decode_s(1) + prefill_s)
+    first_s, middle_s = objective.token_s(0.0), objective.token_s(1500.0)
+    assert middle_s > 4.0 * first_s
+    assert objective.worth(1000, 1000) == pytest.approx(1000 * middle_s / first_s, abs=1.0)
+
+
 def test_a_stalled_machine_does_not_end_prefills() -> None:
     sizes: list[list[int]] = []
     for stall in (1.0, 100.0):
