@@ -96,21 +96,23 @@ def test_conversation_stays_where_its_prefix_is(smollm2: Serve, model: str, pref
 
 
 def test_conversations_that_start_at_once_use_both_workers(smollm2: Serve, model: str) -> None:
-    barrier = threading.Barrier(2)
+    """On a busy machine one worker may measure twice the speed of the other, and gets more of them."""
+    topics = ("whales", "bridges", "violins", "glaciers", "markets")
+    barrier = threading.Barrier(len(topics))
     workers: list[str] = []
 
     def converse(topic: str) -> None:
-        """Ask with a prompt whose prefill takes seconds: it still runs when the other request comes."""
+        """Ask with a prompt whose prefill takes seconds: it still runs when the other requests come."""
         messages = [{"role": "user", "content": f"Write about {topic}. " * 400}]
         barrier.wait()
         workers.append(chat(smollm2, messages, model=model, max_tokens=1).headers["x-headstart-worker"])
 
-    threads = [threading.Thread(target=converse, args=(topic,)) for topic in ("whales", "bridges")]
+    threads = [threading.Thread(target=converse, args=(topic,)) for topic in topics]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(workers) == ["worker-0", "worker-1"]
+    assert set(workers) == {"worker-0", "worker-1"}
 
 
 def test_gateway_has_no_torch(smollm2: Serve) -> None:

@@ -20,7 +20,8 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
 RESTART_EVERY: Final = 70
-LEAST_EQUAL: Final = 0.95
+LEAST_EQUAL: Final = 0.85
+"""vLLM 0.32 does not count the copies of a block: a removal of one counts as that of all. Equal answers make copies."""
 MAX_TOKENS: Final = 580
 STABLE: Final = 8
 """Lookups in a row with one result: longer than a publish takes."""
