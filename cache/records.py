@@ -101,6 +101,13 @@ class WorkerMember:
     """Objective for the time of a step with decodes, which bounds the prefill tokens in it; 0.0: none."""
     aliases: tuple[str, ...] = ()
     """Further names of its model, at its engine."""
+    engine_block_size: Count = 0
+    """Tokens in a block of its engine, which only takes whole ones of a prefix; 0: it takes any block of the index."""
+
+    def hit_tokens(self, num_tokens: int) -> int:
+        """Return how many tokens of a match its engine takes. With `ends`, a match is what it takes."""
+        size = 0 if self.ends else self.engine_block_size
+        return num_tokens // size * size if size else num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,7 +294,7 @@ def _view(
     member, request, cost, now_s = candidate.member, context.request, context.cost, context.now_s
     block_size, most_tokens = member.block_size, max(0, request.num_prompt_tokens - 1)  # the last one is computed
     own = context.ledger.own_blocks(member, request.hashes, estimate)
-    matched_tokens = min(max(candidate.matched_blocks, own.num_cached) * block_size, most_tokens)
+    matched_tokens = member.hit_tokens(min(max(candidate.matched_blocks, own.num_cached) * block_size, most_tokens))
     if bounded := candidate.load.bounded_prefill_tokens_per_s:  # its steps are short while decodes run
         tokens_per_s = max(MIN_TOKENS_PER_S, min(tokens_per_s, bounded))
     plan = peers = None
@@ -312,7 +312,7 @@ def _view(
         member,
         candidate.load,
         estimate,
-        candidate.matched_blocks * block_size,
+        member.hit_tokens(candidate.matched_blocks * block_size),
         min(own.num_cached * block_size, most_tokens) if own.num_cached else 0,
         matched_tokens,
         tokens_per_s,

@@ -14,7 +14,7 @@ import pytest
 from tests.tiny_model import write_tiny_model
 from tests.vllm import windows
 from tests.vllm.engines import MODEL
-from tests.vllm.fleet import OWN_BLOCK_SIZE, TENANTS, VllmFleet, found
+from tests.vllm.fleet import BLOCK_SIZE, OWN_BLOCK_SIZE, TENANTS, VllmFleet, found
 from tests.vllm.replay import batches
 from tests.waiting import wait_until
 
@@ -100,7 +100,7 @@ def stable_promise(fleet: VllmFleet, prompt: list[int], tenant: str, num_before:
         return len(reads) >= STABLE and len(set(reads[-STABLE:])) == 1
 
     wait_until(is_stable)
-    return min(reads[-1], len(prompt) - 1)
+    return min(reads[-1], (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE)
 
 
 def restart(fleet: VllmFleet) -> None:

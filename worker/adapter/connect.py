@@ -78,6 +78,7 @@ async def connect(
             if facts_of(await api.load(), await api.model()) == facts:
                 break
             report("the engine has restarted: its facts are read again")
+        member = replace(member, engine_block_size=load.block_size)
         has_events = not (member.index_problem or GENERATING.isdisjoint(member.capabilities))
         source = await event_source(api, config) if has_events else None
         if has_events and source is None:

@@ -298,6 +298,13 @@ def test_a_request_fits_as_soon_as_its_new_blocks_do() -> None:
         assert worker.uncached_fits == (12 - matched <= free), f"{matched} matched, {free} free"
 
 
+@pytest.mark.parametrize(("ends", "num_matched", "num_taken"), [("", 5, 4), ("", 49, 48), ("exact", 5, 5), ("", 1, 0)])
+def test_a_match_is_rounded_down_to_blocks_of_the_engine(ends: str, num_matched: int, num_taken: int) -> None:
+    member = mover("a", engine_block_size=2 * BLOCK, ends=ends)
+    [view] = decided(Candidate(member, report(), num_matched), num_blocks=50).workers
+    assert view.matched_tokens == num_taken * BLOCK
+
+
 def views_of(*loads: tuple[float, float]) -> list[WorkerView]:
     """Return a view for each prefill rate and recent prefill seconds."""
     found = [
