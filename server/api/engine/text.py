@@ -60,6 +60,7 @@ from server.router.queue import PAUSE_S
 from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
 from server.schema.field_table import IGNORED, REFUSED_FIELDS, SENT_FIELDS, SENT_XARGS
 from server.schema.fields import RequestFields, StreamOptions
+from server.schema.requests import CompletionRequest
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
@@ -81,6 +82,7 @@ _BYTES_PER_TOKEN: Final = 4  # of usual English, as a guess before the engine ha
 _OWN_FIELDS: Final = ("model", "priority", "request_id", "stream_options")
 """Fields of a body that the gateway or the adapter writes. The salt stays, for the engine to check."""
 _HINTS: Final = frozenset(RequestFields.__struct_fields__)
+_HONOURED: Final = frozenset(CompletionRequest.__struct_fields__)  # by the gateway's own text
 _NOT_SENT: Final = {
     "kv_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "ec_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
@@ -328,8 +330,8 @@ def _is_left_out(path: str, name: str, value: Raw) -> bool:
 
 
 def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collection[str]) -> None:
-    """Raises InvalidRequestError for fields that another server has, and that are not sent on to engines."""
-    refused = REFUSED_FIELDS.get(path, REFUSED_FIELDS["/v1/embeddings"]).keys() | _NOT_SENT
+    """Raises InvalidRequestError for fields that any server honours, and that are not sent on to engines."""
+    refused = REFUSED_FIELDS.get(path, REFUSED_FIELDS["/v1/embeddings"]).keys() | _NOT_SENT | _HONOURED
     for name, value in fields.items():
         if name in refused and _is_left_out(path, name, value):
             raise _not_sent("", name)
