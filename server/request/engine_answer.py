@@ -153,9 +153,8 @@ class EngineAnswer:
     def _keep(self, choice: dict[str, Raw], ids: Sequence[int]) -> bool:
         """Take out what was not asked for. Return False for a choice that is then empty."""
         request = self._request
-        hidden = ("prompt_token_ids",) if request.shows_ids and self._is_rest else ("token_ids", "prompt_token_ids")
-        if self._is_rest or not request.shows_ids:
-            choice.update({name: _NULL for name in hidden if name in choice})
+        hides = {"token_ids": not request.shows_ids, "prompt_token_ids": self._is_rest or not request.shows_ids}
+        choice.update({name: _NULL for name, is_hidden in hides.items() if is_hidden and name in choice})
         if not request.call.streams:
             return True
         is_over = _has(choice, "finish_reason")

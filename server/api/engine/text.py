@@ -82,14 +82,15 @@ _BYTES_PER_TOKEN: Final = 4  # of usual English, as a guess before the engine ha
 _OWN_FIELDS: Final = ("model", "priority", "request_id", "stream_options")
 """Fields of a body that the gateway or the adapter writes. The salt stays, for the engine to check."""
 _HINTS: Final = frozenset(RequestFields.__struct_fields__)
-_HONOURED: Final = frozenset(CompletionRequest.__struct_fields__)  # by the gateway's own text
 _NOT_SENT: Final = {
     "kv_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "ec_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "previous_response_id": "needs answers that are kept: send the whole conversation as `input`",
     "background": "needs answers that are kept: leave it out",
 }
-"""Why some fields are refused, next to those that the gateway's own text refuses."""
+"""Why some fields are refused, next to those that the gateway's own text refuses or honours."""
+_REFUSED: Final = frozenset({*_NOT_SENT, *CompletionRequest.__struct_fields__}.union(*REFUSED_FIELDS.values()))
+"""Fields that some server honours: refused on a route that does not send them on."""
 _STATEFUL: Final = (
     *("stop", "structured_outputs", "response_format", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "return_prompt_text"),
@@ -331,9 +332,8 @@ def _is_left_out(path: str, name: str, value: Raw) -> bool:
 
 def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collection[str]) -> None:
     """Raises InvalidRequestError for fields that any server honours, and that are not sent on to engines."""
-    refused = REFUSED_FIELDS.get(path, REFUSED_FIELDS["/v1/embeddings"]).keys() | _NOT_SENT | _HONOURED
     for name, value in fields.items():
-        if name in refused and _is_left_out(path, name, value):
+        if name in _REFUSED and _is_left_out(path, name, value):
             raise _not_sent("", name)
     with suppress(msgspec.ValidationError):  # the engine refuses another type in its own words
         for name in _fields_of(fields.get("vllm_xargs", Raw(b"{}"))):

@@ -1,4 +1,4 @@
-"""Tools and parts that are left out of prompts, and hints without effect: refused, or named in a header."""
+"""Tools, parts and fields that are left out, and hints without effect: refused, or named in a header."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class IgnoredTools:
             raise unsupported(field, f"is {kind[:64]!r}, which this server cannot run (--strict-tools)")
 
     def named(self, kinds: Iterable[str]) -> list[str]:
-        """Return the first types or fields, for a header, and log all new ones."""
+        """Return the first types, or names of fields, for a header, and log all new ones."""
         types = list(dict.fromkeys(_UNSAFE.sub("?", kind[:64]) for kind in kinds))
         for kind in types:
             if kind not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(kind)
-                log.warning("left %s out of a prompt: this server or its model cannot use it", kind)
+                log.warning("left %s out of a request: this server or its model cannot use it", kind)
         return types[:MAX_NAMED]
 
 
