@@ -191,36 +191,28 @@ async def test_a_refused_ping_keeps_the_connection(refusal: bytes, caplog: pytes
     assert not caplog.messages, "the end of a client is no failure"
 
 
-async def test_a_moved_slot_without_a_host_is_at_the_same_host() -> None:
+@pytest.mark.parametrize(
+    ("moved_to", "seeds"),
+    [
+        pytest.param(":{owner}", "127.0.0.1:{first}", id="without a host, to the same host"),
+        pytest.param("127.0.0.1:1", "127.0.0.1:{first},127.0.0.1:{owner}", id="to a node that is down, so to the next"),
+    ],
+)
+async def test_a_client_goes_on_where_a_slot_has_moved(moved_to: str, seeds: str) -> None:
     owner = Scripted(sane)
     async with listening(owner.serve) as port:
-        first = Scripted(lambda words: sane(words) if words[0] != b"HELLO" else b"-MOVED 1 :%d\r\n" % port)
+        moved = f"-MOVED 1 {moved_to.format(owner=port)}\r\n".encode()
+        first = Scripted(lambda words: sane(words) if words[0] != b"HELLO" else moved)
         async with listening(first.serve) as first_port:
             settings = ClientSettings(first_backoff_s=0.01, max_backoff_s=0.02)
-            client = RedisClient(f"redis+cluster://127.0.0.1:{first_port}", settings)
+            client = RedisClient(f"redis+cluster://{seeds.format(first=first_port, owner=port)}", settings)
             async with running(client):
                 await until(lambda: client.up)
                 with pytest.raises(RedisDownError, match="slot moved"):
                     await call(client, "HELLO")
                 await until(lambda: client.up)
                 assert await call(client, "HELLO") == b"HELLO"
-                assert owner.num_connections == 1
-
-
-async def test_a_client_goes_on_from_a_failed_host_to_the_next() -> None:
-    """The slot has moved to a node that is down."""
-    other = Scripted(sane)
-    first = Scripted(lambda words: sane(words) if words[0] != b"HELLO" else b"-MOVED 1 127.0.0.1:1\r\n")
-    async with listening(first.serve) as first_port, listening(other.serve) as port:
-        settings = ClientSettings(first_backoff_s=0.01, max_backoff_s=0.02)
-        client = RedisClient(f"redis+cluster://127.0.0.1:{first_port},127.0.0.1:{port}", settings)
-        async with running(client):
-            await until(lambda: client.up)
-            with pytest.raises(RedisDownError, match="slot moved"):
-                await call(client, "HELLO")
-            await until(lambda: client.up)
-            assert await call(client, "HELLO") == b"HELLO"
-            assert (first.num_connections, other.num_connections) == (1, 1)
+                assert (first.num_connections, owner.num_connections) == (1, 1)
 
 
 async def test_a_stall_of_redis_deletes_no_records_of_gateways() -> None:
