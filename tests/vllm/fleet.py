@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,7 @@ import zmq
 
 from server.auth.identity import digest_text
 from tests.e2e.serving import free_ports
-from tests.faults.part import ROOT, Gateway, Part, get, metrics
+from tests.faults.part import ROOT, Gateway, Part, Worker, get, metrics
 from tests.redis_server import RedisServer, newest_redis
 from tests.server.sse_grammar import events
 from tests.stopwatch import Stopwatch
@@ -274,6 +275,37 @@ class VllmFleet:
         )
         assert answer.status_code == 200, answer.text
         return next((worker for worker in answer.json()["workers"] if worker["worker"] == adapter.name), {})
+
+
+@contextmanager
+def models_behind_a_gateway(
+    folder: Path, engines: Mapping[str, Options], worker_args: Sequence[str] = ()
+) -> Iterator[tuple[Gateway, dict[str, Adapter]]]:
+    """Run an engine and its adapter for each model, by name, and a gateway. `worker_args`: also a built-in worker."""
+    ports = iter(free_ports(4 + 3 * len(engines)))
+    server = RedisServer(folder, newest_redis(), "--port", str(redis_port := next(ports)))
+    redis = f"redis://127.0.0.1:{redis_port}"
+    adapters: dict[str, Adapter] = {}
+    for name, options in engines.items():
+        ends = [f"tcp://127.0.0.1:{next(ports)}" for _ in range(2)]
+        engine = Engine(folder, replace(options, events=ends[0], replay=ends[1], name=name), f"e-{name}")
+        adapters[name] = Adapter(f"w-{name}", next(ports), folder / f"w-{name}.log", engine, redis)
+    gateway = Gateway("g0", next(ports), next(ports), folder / "g0.log", ["--redis", redis])
+    parts: list[Part] = [adapter.engine for adapter in adapters.values()]
+    parts += [*adapters.values(), gateway]
+    if worker_args:
+        parts.append(Worker("w-own", next(ports), folder / "w-own.log", [*worker_args, "--redis", redis], None))
+    with ExitStack() as stack:
+        stack.callback(server.kill)
+        server.start()
+        for part in parts:
+            stack.callback(part.stop)
+            part.start()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Engine.wait_ready, [adapter.engine for adapter in adapters.values()]))
+        num_workers = len(adapters) + bool(worker_args)
+        wait_until(lambda: gateway.num_ready() == num_workers, START_S, "the gateway has all models")
+        yield gateway, adapters
 
 
 def ask(engine: Engine, prompt: str, salt: str = "") -> None:

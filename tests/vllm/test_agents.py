@@ -9,24 +9,19 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final
 
 import httpx
 import pytest
 
-from tests.e2e.serving import free_ports
-from tests.faults.part import Gateway, Part, Worker
-from tests.redis_server import RedisServer, newest_redis
 from tests.server.api.test_tool_kinds import ANTHROPIC, ANTHROPIC_BUILT_IN, BUILT_IN, CITY, asked
 from tests.server.test_agents import AGENTS, recorded
 from tests.server.text.conversations import CHAT_PATH
 from tests.server.text.template_families import FAMILIES
 from tests.tiny_model import write_tiny_model
-from tests.vllm.engines import START_S, Engine, Options
-from tests.vllm.fleet import BLOCK_SIZE, LONG_S, Adapter
-from tests.waiting import wait_until
+from tests.vllm.engines import Engine, Options
+from tests.vllm.fleet import BLOCK_SIZE, LONG_S, models_behind_a_gateway
 
 pytestmark = pytest.mark.vllm
 MAX_MODEL_LEN: Final = 32768
@@ -62,33 +57,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     model = write_tiny_model(folder / "model", max_position_embeddings=MAX_MODEL_LEN, hidden_size=128)
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template.read_text()}))
-    ports = iter(free_ports(10))
-    redis_port = next(ports)
-    redis = f"redis://127.0.0.1:{redis_port}"
-    engines: dict[str, Engine] = {}
-    parts: list[Part] = []
-    flags: tuple[str, ...] = ("--chat-template", str(template))
-    for name, source, args in (("ids", model, ()), ("render", plain, flags)):
-        every = ("--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder", *args)
-        ends = [f"tcp://127.0.0.1:{next(ports)}" for _ in range(2)]
-        options = Options(*ends, "", BLOCK_SIZE, NUM_BLOCKS, max_model_len=MAX_MODEL_LEN, args=every, niceness=5)
-        engines[name] = Engine(folder, replace(options, model=source, name=name), f"e-{name}")
-        parts += [engines[name], Adapter(f"w-{name}", next(ports), folder / f"w-{name}.log", engines[name], redis)]
-    own = ["--model", str(model), "--served-model-name", "own", "--redis", redis, "--max-model-len", str(MAX_MODEL_LEN)]
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder")
+    ids = Options(num_blocks=NUM_BLOCKS, max_model_len=MAX_MODEL_LEN, niceness=5, model=model, args=flags)
+    engines = {"ids": ids, "render": replace(ids, model=plain, args=(*flags, "--chat-template", str(template)))}
+    own = ["--model", str(model), "--served-model-name", "own", "--max-model-len", str(MAX_MODEL_LEN)]
     own += ["--num-blocks", str(2 * NUM_BLOCKS)]
-    parts.append(Worker("w-own", next(ports), folder / "w-own.log", own, None))
-    gateway = Gateway("g0", next(ports), next(ports), folder / "g0.log", ["--redis", redis])
-    with ExitStack() as stack:
-        server = RedisServer(folder, newest_redis(), "--port", str(redis_port))
-        stack.callback(server.kill)
-        server.start()
-        for part in (*parts, gateway):
-            stack.callback(part.stop)
-            part.start()
-        for engine in engines.values():
-            engine.wait_ready()
-        wait_until(lambda: gateway.num_ready() == 3, START_S, "the gateway has all three")
-        yield Fleet(stack.enter_context(httpx.Client(base_url=gateway.url, timeout=LONG_S)), engines)
+    with (
+        models_behind_a_gateway(folder, engines, own) as (gateway, adapters),
+        httpx.Client(base_url=gateway.url, timeout=LONG_S) as client,
+    ):
+        yield Fleet(client, {name: adapter.engine for name, adapter in adapters.items()})
 
 
 def short(body: Mapping[str, Any]) -> dict[str, Any]:

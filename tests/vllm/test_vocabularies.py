@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
 import pytest
 
-from tests.e2e.serving import free_ports
-from tests.faults.part import Gateway
 from tests.json_texts import texts
-from tests.redis_server import RedisServer, newest_redis
 from tests.server.sse_grammar import events
-from tests.vllm.engines import START_S, Engine, Options
-from tests.vllm.fleet import LONG_S, Adapter, found, promised
+from tests.vllm.engines import Options
+from tests.vllm.fleet import LONG_S, Adapter, found, models_behind_a_gateway, promised
 from tests.vllm.test_cache import STORY
 from tests.vllm.vocabularies import write_tekken, write_tiktoken
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
 CHAT: Final = "/v1/chat/completions"
@@ -49,30 +43,12 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("vocabularies")
-    ports = iter(free_ports(3 + 3 * len(KINDS)))
-    redis_port = next(ports)
-    redis = f"redis://127.0.0.1:{redis_port}"
-    adapters, parts = {}, []
+    folder, models = tmp_path_factory.mktemp("vocabularies"), {}
     for kind, (write, args) in KINDS.items():
         (model := folder / kind).mkdir()
-        addresses = [f"tcp://127.0.0.1:{next(ports)}" for _ in range(2)]
         every = ("--enable-auto-tool-choice", *args)
-        size = {"num_blocks": 512, "max_model_len": 4096, "niceness": 5}
-        engine = Engine(folder, Options(*addresses, model=write(model), name=kind, args=every, **size), f"e-{kind}")
-        adapters[kind] = Adapter(f"w-{kind}", next(ports), folder / f"w-{kind}.log", engine, redis)
-        parts += [engine, adapters[kind]]
-    gateway = Gateway("g0", next(ports), next(ports), folder / "g0.log", ["--redis", redis])
-    with ExitStack() as stack:
-        server = RedisServer(folder, newest_redis(), "--port", str(redis_port))
-        stack.callback(server.kill)
-        server.start()
-        for part in (*parts, gateway):
-            stack.callback(part.stop)
-            part.start()
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(Engine.wait_ready, [adapter.engine for adapter in adapters.values()]))
-        wait_until(lambda: gateway.num_ready() == len(adapters), START_S, "the gateway has both models")
+        models[kind] = Options(num_blocks=512, max_model_len=4096, niceness=5, model=write(model), args=every)
+    with models_behind_a_gateway(folder, models) as (gateway, adapters):
         yield Fleet(gateway.url, adapters)
 
 

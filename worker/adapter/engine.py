@@ -326,10 +326,12 @@ class AdapterEngine:
     def _take_batch(self, batch: EventBatch) -> None:
         self._health.progress()
         applied = self._blocks.apply(batch.events)
-        if has_new_ends := self._blocks.ends != self.member.ends:
-            logger.info("the engine's model keeps windows or states of its KV: the index gets its ends")
-            self.member = replace(self.member, ends=self._blocks.ends)
-        if has_new_ends or applied.cleared:
+        blocks, member = self._blocks, self.member
+        block_size = max(member.engine_block_size, blocks.engine_block_size)  # context parallelism spreads a block
+        if has_new_rule := (blocks.ends, block_size) != (member.ends, member.engine_block_size):
+            logger.info("a hit has whole blocks of %d tokens, ends: %s", block_size, blocks.ends or "any")
+            self.member = replace(member, ends=blocks.ends, engine_block_size=block_size)
+        if has_new_rule or applied.cleared:
             self._begin_epoch(self._blocks.visible_events())
         else:
             self.report(applied.events)

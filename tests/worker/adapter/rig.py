@@ -47,6 +47,7 @@ BUNDLE = TokenizerBundle("f", "tiny", "r", b"{}", None, None, None, (2,), False,
 MEMBER = WorkerMember(
     *(WorkerId("w"), Epoch("e0"), "http://w", "tiny", "n", "vllm-0", BLOCK, 4096, 1),
     capabilities=("/v1/chat/completions", "/v1/completions"),
+    engine_block_size=BLOCK,
 )
 ROOT = b"tenant-number-1."
 OTHER_ROOT = b"tenant-number-2."

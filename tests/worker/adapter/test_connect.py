@@ -137,7 +137,7 @@ async def test_a_model_with_windows_has_ends_before_its_first_blocks(engine_fold
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": 512}))
     async with fake_engine(engine_folder) as (_, url):
         engine = await connected(config(url))
-        assert engine.member.ends == "exact"
+        assert (engine.member.ends, engine.member.engine_block_size) == ("exact", (await engine._api.load()).block_size)
         await engine.close()
 
 

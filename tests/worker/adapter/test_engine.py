@@ -265,6 +265,16 @@ async def test_an_unloaded_adapter_is_no_loss(api: ScriptedApi, rig: Rig, monkey
     await until(lambda: not adapters_in(rig.engine.member.capabilities))
 
 
+async def test_blocks_of_events_that_are_larger_than_the_reported_ones_count(api: ScriptedApi, rig: Rig) -> None:
+    """Context parallelism makes them so. Smaller ones later change nothing."""
+    await until(lambda: rig.engine._report_timer is None)
+    for number, size in enumerate((2 * BLOCK, BLOCK), 1):
+        stored = BlockStored((number,), None, tuple(range(size)), size, "GPU", None, ((ROOT.hex(),),))
+        rig.engine.hear("batch", EventBatch(float(number), (stored,)))
+        assert rig.engine.member.engine_block_size == 2 * BLOCK
+        assert [member.engine_block_size for member in rig.epochs] == [2 * BLOCK]
+
+
 async def test_a_model_with_windows_begins_an_epoch_with_ends(api: ScriptedApi, rig: Rig) -> None:
     """Its blocks are no prefix that the engine reuses at any length."""
     prompt_ids, salt = tuple(range(100, 100 + 3 * BLOCK)), ((ROOT.hex(),), None, None)
