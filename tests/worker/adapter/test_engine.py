@@ -265,7 +265,7 @@ async def test_an_unloaded_adapter_is_no_loss(api: ScriptedApi, rig: Rig, monkey
     await until(lambda: not adapters_in(rig.engine.member.capabilities))
 
 
-async def test_blocks_of_events_that_are_larger_than_the_reported_ones_count(api: ScriptedApi, rig: Rig) -> None:
+async def test_larger_blocks_of_events_than_the_reported_ones_count(api: ScriptedApi, rig: Rig) -> None:
     """Context parallelism makes them so. Smaller ones later change nothing."""
     await until(lambda: rig.engine._report_timer is None)
     for number, size in enumerate((2 * BLOCK, BLOCK), 1):
