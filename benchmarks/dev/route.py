@@ -26,6 +26,7 @@ and, after those, what changes:
     _join       a worker joins, after its warm start
     @load=1.5,gateways=4,fetch=20,lower_tier=4,hold=0,keys=0,copies=0,warm=0,engine=fifo   options for this cell only
 
+Policies `without_TERM` are headstart without one term of its cost (`benchmarks.dev.simulation.ablation`).
 `worst_ratio` is headstart's mean time to first token over the best other policy's, where its lower bound is highest.
 A cell gets more spreadings until its bounds are .1 apart. `--deep` adds loads, gateways, pools and fetching.
 """

@@ -11,6 +11,7 @@ from functools import cache
 from multiprocessing import get_context
 from typing import Final
 
+from benchmarks.dev.simulation.ablation import WITHOUT
 from benchmarks.dev.simulation.fleet import ReplaySettings
 from benchmarks.dev.simulation.made import DocumentTrace, FanOutTrace
 from benchmarks.dev.simulation.outcomes import Outcome
@@ -32,8 +33,8 @@ from benchmarks.dev.simulation.variants import VARIANTS
 from benchmarks.progress import Progress
 from server.router.policies import POLICIES
 
-COMPARED: Final = {**POLICIES, **RIVALS}
-COUNT_PENDING: Final = frozenset({"headstart", "llm-d", "llm-d-tiers"})
+COMPARED: Final = {**POLICIES, **RIVALS, **WITHOUT}
+COUNT_PENDING: Final = frozenset({"headstart", "llm-d", "llm-d-tiers", *WITHOUT})
 """Policies whose replays count pending blocks as cached. A gateway does so for every policy; the reference figures do
 so only for these."""
 OURS: Final = "headstart"
