@@ -21,7 +21,7 @@ from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
 from server.schema.fields import RequestFields
 from tests.vllm import horizon
 from tests.vllm.bodies import FUNCTION, Bodies
-from tests.vllm.comparable import comparable, error_of
+from tests.vllm.comparable import comparable, error_of, same
 from tests.vllm.engines import MODEL, Engine
 from tests.vllm.fleet import LONG_S, Adapter, VllmFleet, running
 from tests.waiting import wait_until
@@ -120,7 +120,7 @@ class Pair:
             want, got = error_of(by_itself), error_of(behind)
             if path == "/v1/messages":  # its errors have no field for the parameter
                 want, got = want[:2], got[:2]
-        return "" if want == got else f"{path} {json.dumps(body, ensure_ascii=False)}\n{want}\n{got}"
+        return "" if same(want, got) else f"{path} {json.dumps(body, ensure_ascii=False)}\n{want}\n{got}"
 
 
 @pytest.fixture(scope="module")
