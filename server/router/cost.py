@@ -54,12 +54,15 @@ class CostModel:
     """c0: the fixed part of a prefill."""
     window_s: float = 60.0
     max_rho: float = 0.98
-    max_beta: float = 8.0
+    max_beta: float = 3.0
+    """A busier fleet sends later requests past a queue, so one second of work delays them no more."""
     assigned_weight: float = 0.03
     """Spreads conversations before queues do: too many on one worker evict each other, and moving one later costs."""
     max_return_odds: float = 8.0
     decode_weight: float = 0.01
     """Each request that runs slows prefills by about this share, as long as it holds its blocks."""
+    max_decode_s: float = 20.0
+    """Only so much of that time counts: later requests go where fewer run."""
     copy_weight: float = 0.04
     """A fetched block costs at least this share of computing it: a copy evicts blocks that other prompts reuse."""
 
@@ -80,7 +83,7 @@ class CostModel:
 
     def decode_s(self, num_outstanding: int, mean_residency_s: float) -> float:
         """Return the delay by the requests at a worker while they generate, each for `mean_residency_s`."""
-        return self.decode_weight * num_outstanding * mean_residency_s
+        return self.decode_weight * num_outstanding * min(self.max_decode_s, mean_residency_s)
 
     def return_odds(self, return_share: float) -> float:
         """Return how often an evicted prompt comes back, if each use is followed by another with `return_share`."""
@@ -105,7 +108,7 @@ class CostModel:
         return min(1.0, max(self.copy_weight, prefill_tokens_per_s / fetch_tokens_per_s))
 
     def beta(self, assigned_s: float) -> float:
-        """Return how much one more second of work delays later requests. The cap keeps it finite in overload.
+        """Return how much one more second of work delays later requests.
 
         `assigned_s`: prefill seconds assigned to a worker, decayed over the window.
         """

@@ -64,7 +64,7 @@ def chosen(policy: Policy, request: RouteRequest, *workers: WorkerView, assigned
     return {w.member.worker_id for w, score in zip(workers, scores, strict=True) if score == min(scores)}
 
 
-@pytest.mark.parametrize(("rho", "beta"), [(0.0, 0.0), (0.5, 1.0), (0.8, 4.0), (0.95, 8.0), (5.0, 8.0)])
+@pytest.mark.parametrize(("rho", "beta"), [(0.0, 0.0), (0.5, 1.0), (0.7, 7 / 3), (0.8, 3.0), (5.0, 3.0)])
 def test_beta_grows_with_utilisation_up_to_its_cap(rho: float, beta: float) -> None:
     assert COST.beta(rho * 60.0) == pytest.approx(beta)
 
@@ -118,6 +118,7 @@ def test_headstart_spreads_decodes_by_how_long_they_run() -> None:
     busy, other = view("busy", decode_s=COST.decode_s(50, 10.0)), view("other", decode_s=COST.decode_s(20, 10.0))
     assert chosen(policy, make_request(), busy, other) == {"other"}
     assert chosen(policy, make_request(), replace(busy, prefill_s=0.1), replace(other, prefill_s=4.0)) == {"busy"}
+    assert COST.decode_s(50, 90.0) == COST.decode_s(50, 20.0), "later requests even out the rest"
 
 
 def test_headstart_spreads_equal_costs_by_recent_work() -> None:
