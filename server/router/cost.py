@@ -54,15 +54,13 @@ class CostModel:
     """c0: the fixed part of a prefill."""
     window_s: float = 60.0
     max_rho: float = 0.98
-    max_beta: float = 3.0
-    """A busier fleet sends later requests past a queue, so one second of work delays them no more."""
+    max_beta: float = 3.0  # in a busier fleet later requests go past a queue
     assigned_weight: float = 0.03
     """Spreads conversations before queues do: too many on one worker evict each other, and moving one later costs."""
     max_return_odds: float = 8.0
     decode_weight: float = 0.01
     """Each request that runs slows prefills by about this share, as long as it holds its blocks."""
-    max_decode_s: float = 20.0
-    """Only so much of that time counts: later requests go where fewer run."""
+    max_decode_s: float = 20.0  # of that time: later requests go where fewer run
     copy_weight: float = 0.04
     """A fetched block costs at least this share of computing it: a copy evicts blocks that other prompts reuse."""
 
