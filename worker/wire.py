@@ -14,9 +14,10 @@ cluster secret, a worker proves itself first (`worker.common.proof`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgpack
 import msgspec
@@ -362,6 +363,9 @@ class TokenizerBundle:
 
 T = TypeVar("T")
 _encode: Final = msgspec.msgpack.Encoder().encode
+_first_use: Final = threading.Lock()
+_used: Final[set[object]] = set()
+"""Kinds of messages of which msgspec knows the fields."""
 
 
 def pack(message: object) -> bytes:
@@ -372,9 +376,18 @@ def pack(message: object) -> bytes:
 def unpack(data: bytes, kind: type[T]) -> T:
     """Unpack a message and check the type of every field. Raises WireError."""
     try:
-        return msgspec.convert(msgpack.unpackb(data), kind)
+        return _checked(msgpack.unpackb(data), kind)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"not a {kind.__name__}: {error}") from error
+
+
+def _checked(value: Any, kind: type[T]) -> T:
+    """Return the value as `kind`. msgspec 0.22 crashes the process where several threads use a new type at once."""
+    if kind not in _used:
+        with _first_use:
+            msgspec.msgpack.Decoder(kind)
+            _used.add(kind)
+    return msgspec.convert(value, kind)
 
 
 def pack_request(request: GenerateRequest) -> bytes:
@@ -391,7 +404,7 @@ def unpack_request(data: bytes) -> GenerateRequest:
             spoken = f"{OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
             raise ProtocolError(f"protocol: the gateway speaks {protocol!r:.40}, this worker {spoken}")
         prompt_ids = decode_tokens(message["prompt_ids"])
-        request = msgspec.convert(message | {"prompt_ids": ()}, GenerateRequest)
+        request = _checked(message | {"prompt_ids": ()}, GenerateRequest)
     except WireError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException, RecursionError) as error:
