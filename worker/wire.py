@@ -365,7 +365,7 @@ T = TypeVar("T")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _first_use: Final = threading.Lock()
 _used: Final[set[object]] = set()
-"""Kinds of messages of which msgspec knows the fields."""
+"""Kinds of messages of which msgspec has the fields."""
 
 
 def pack(message: object) -> bytes:
