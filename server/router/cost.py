@@ -53,14 +53,14 @@ class CostModel:
     request_s: float = 0.01
     """c0: the fixed part of a prefill."""
     window_s: float = 60.0
-    max_rho: float = 0.98
-    max_beta: float = 3.0  # in a busier fleet later requests go past a queue
+    max_rho: float = 0.75
+    """In a busier fleet later requests avoid a queue, so it delays fewer of them."""
     assigned_weight: float = 0.03
     """Spreads conversations before queues do: too many on one worker evict each other, and moving one later costs."""
     max_return_odds: float = 8.0
     decode_weight: float = 0.01
     """Each request that runs slows prefills by about this share, as long as it holds its blocks."""
-    max_decode_s: float = 20.0  # of that time: later requests go where fewer run
+    max_decode_s: float = 20.0  # the part of that time that counts: later requests go where fewer run
     copy_weight: float = 0.04
     """A fetched block costs at least this share of computing it: a copy evicts blocks that other prompts reuse."""
 
@@ -111,7 +111,7 @@ class CostModel:
         `assigned_s`: prefill seconds assigned to a worker, decayed over the window.
         """
         rho = min(self.max_rho, assigned_s / self.window_s)
-        return min(self.max_beta, rho / (1.0 - rho))
+        return rho / (1.0 - rho)
 
     def betas(self, workers: Sequence[WorkerView], assigned_s: float) -> list[float]:
         """Return `beta` at each worker, by the mean work of the workers of a similar rate.

@@ -14,7 +14,7 @@ from server.router.cost import WorkerView
 from server.router.policies import FleetView, Headstart, Policy
 from server.router.types import RouteRequest
 
-CONSTANTS: Final = {"beta": "max_beta", "recent": "assigned_weight"}
+CONSTANTS: Final = {"beta": "max_rho", "recent": "assigned_weight"}
 """Those of the cost that are 0 without a term."""
 TERMS: Final = ("queue_s", "num_displaced", "eviction_s", "decode_s", "fetch_cost_s")
 
