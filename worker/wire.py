@@ -363,9 +363,7 @@ class TokenizerBundle:
 
 T = TypeVar("T")
 _encode: Final = msgspec.msgpack.Encoder().encode
-_first_use: Final = threading.Lock()
-_used: Final[set[object]] = set()
-"""Kinds of messages of which msgspec has the fields."""
+_converting: Final = threading.Lock()
 
 
 def pack(message: object) -> bytes:
@@ -383,11 +381,8 @@ def unpack(data: bytes, kind: type[T]) -> T:
 
 def _checked(value: Any, kind: type[T]) -> T:
     """Return the value as `kind`. msgspec 0.22 crashes the process where several threads use a new type at once."""
-    if kind not in _used:
-        with _first_use:
-            msgspec.msgpack.Decoder(kind)
-            _used.add(kind)
-    return msgspec.convert(value, kind)
+    with _converting:
+        return msgspec.convert(value, kind)
 
 
 def pack_request(request: GenerateRequest) -> bytes:

@@ -187,6 +187,6 @@ class Whole(Struct, frozen=True):
 
 
 def test_threads_unpack_a_new_kind_of_message_at_once() -> None:
-    """Without the lock, the process ends by SIGSEGV within some fifteen kinds."""
+    """Without the lock, the process ends by SIGSEGV within about fifteen kinds."""
     done = subprocess.run([sys.executable, "-c", FIRST_USES], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
