@@ -7,13 +7,12 @@ from server.router.policies import make_policy
 from tests.server.router.test_policies import chosen, make_request, view
 
 
-@pytest.mark.parametrize("term", [*TERMS, "assigned_s"])
-def test_a_term_that_is_left_out_decides_nothing(term: str) -> None:
-    """`recent` is the weight of `assigned_s`."""
-    workers, request = (view("a", **{term: 5.0}), view("b")), make_request()
+@pytest.mark.parametrize(("term", "field"), [*zip(TERMS, TERMS, strict=True), ("recent", "assigned_s")])
+def test_a_term_that_is_left_out_decides_nothing(term: str, field: str) -> None:
+    workers, request = (view("a", **{field: 5.0}), view("b")), make_request()
     assert chosen(make_policy("headstart"), request, *workers) == {"b"}
-    assert chosen(Without("recent" if term == "assigned_s" else term), request, *workers) == {"a", "b"}
-    assert getattr(workers[0], term) == 5.0, "the prediction keeps it"
+    assert chosen(Without(term), request, *workers) == {"a", "b"}
+    assert getattr(workers[0], field) == 5.0, "the prediction keeps it"
 
 
 def test_the_rules_of_the_cost_are_left_out_too() -> None:
