@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from starlette.types import Scope, Send
 
-PING: Final = b": ping\n\n"
+PING: Final = b": ping\n"
+"""Without an empty line: some readers give out an event without data at each empty line (openai-go up to 3.8)."""
 DONE: Final = b"data: [DONE]\n\n"
 CLIENT: Final = "headstart.client"
 HEADERS: Final = [

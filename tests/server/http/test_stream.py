@@ -15,6 +15,7 @@ from starlette.types import Message
 
 from server.errors import ShuttingDownError
 from server.http.stream import (
+    DONE,
     PING,
     CancelOnDisconnect,
     ClientConnection,
@@ -219,6 +220,15 @@ def test_each_event_is_one_line_for_every_client(text: str) -> None:
     events = escape_line_ends(sse(msgspec.json.encode(text)) + PING)
     line, *rest = events.decode().splitlines()
     assert json.loads(line.removeprefix("data: ")) == text
-    assert rest == ["", ": ping", ""]
+    assert rest == ["", ": ping"]
     if not {"\u2028", "\u2029", "\x85"} & set(text):
         assert events == sse(msgspec.json.encode(text)) + PING
+
+
+def test_readers_that_know_no_comments_see_no_empty_event() -> None:
+    events = [sse(b'{"a": 1}'), sse(b'{"b": 2}', "name"), DONE]
+    stream = PING + PING.join(events) + PING
+    blocks = [block.splitlines() for block in stream.split(b"\n\n")]
+    given_out = [[line for line in block if not line.startswith(b":")] for block in blocks[:-1]]
+    assert given_out == [event.splitlines()[:-1] for event in events]
+    assert blocks[-1] == [b": ping"]
