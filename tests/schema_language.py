@@ -11,7 +11,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance._tokenizer import TokenizerWrapper
 
-from worker.grammar import to_llguidance
+from worker.engine.grammar import to_llguidance
 from worker.wire import Grammar
 
 _EOS = 256

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import find_checkpoint
-from worker.tokenizer_bundle import tokenizer_from_gguf
+from worker.model.tokenizer_bundle import tokenizer_from_gguf
 
 
 def checkpoint() -> GGUFCheckpoint:

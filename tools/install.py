@@ -43,7 +43,7 @@ MODULES = {
         *("aiohttp", "hiredis", "httptools", "msgpack", "msgspec", "opentelemetry.sdk", "redis", "starlette"),
         *("tokenizers", "uvicorn", "uvloop", "yaml", "zmq"),
         *("torch", "numpy", "safetensors", "gguf", "transformers", "llguidance", "psutil"),
-        *("server.gateway", "server.cli.serve", "server.cli.doctor", "worker.loader", "benchmarks"),
+        *("server.gateway", "server.cli.serve", "server.cli.doctor", "worker.loading.engine", "benchmarks"),
     ),
     "dev": (
         *("pytest", "pytest_asyncio", "xdist", "hypothesis", "mypy", "importlinter", "openai", "anthropic"),

@@ -73,7 +73,7 @@ FEATURES: Final = (
         "embeddings",
         r"\bEmbed\b|\bEMBEDDINGS?\b|\bEmbedding(Request|Endpoint|Formatter)?\b|embedding_size|spec\.embed|request\.embed"
         r"|\bembed=|\bPooling\b|\bfind_pooling\b|(?<!api)\.pooling\b|pooling=|task == .embed",
-        ("server/api/embeddings.py", "worker/embedding.py"),
+        ("server/api/embeddings.py", "worker/files/embedding.py"),
     ),
     Feature(
         "text by the engine",

@@ -44,7 +44,8 @@ from worker.http.app import make_app
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.kv_transfer.mover import HANDOVER_S, hand_over, has_purged, warm_start
-from worker.publisher import Publisher, PublisherInbox
+from worker.publishing.inbox import PublisherInbox
+from worker.publishing.publisher import Publisher
 from worker.wire import POOLING_PATHS
 
 logger = logging.getLogger(__name__)
@@ -229,7 +230,9 @@ class Worker:
         tls = None if self._ca is None else self._ca.context
 
         def build() -> Engine:
-            from worker.loader import build_engine  # torch takes seconds to import: the port answers in that time
+            from worker.loading.engine import (
+                build_engine,  # torch takes seconds to import: the port answers in that time
+            )
 
             return build_engine(config, url, worker_id, self._metrics, self._report, tls, sinks)
 

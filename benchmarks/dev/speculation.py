@@ -28,8 +28,8 @@ from benchmarks.report import Figure, Report, option_parser, publish
 from worker.contracts.rates import StepCost
 from worker.model.config import LoadOptions
 from worker.model.load import load_model
+from worker.model.tokenizer_bundle import build_bundle
 from worker.scheduler.speculation import Speculation
-from worker.tokenizer_bundle import build_bundle
 
 TASKS: Final = {
     "quoting": "Repeat this record exactly, and nothing else.",

@@ -135,10 +135,12 @@ RECIPES: Final[Mapping[str, Recipe]] = {
                 '    kv_example: int = _cache(0, "an example (default: none)", "SIZE", type=num_bytes)\n',
             ),
             Edit(
-                "worker/loader.py", "from cache.stores.host import", "from cache.stores.example import ExampleStore\n"
+                "worker/loading/engine.py",
+                "from cache.stores.host import",
+                "from cache.stores.example import ExampleStore\n",
             ),
             Edit(
-                "worker/loader.py",
+                "worker/loading/engine.py",
                 "    if config.kv_disk is not None:\n        disk = ",
                 "    if num_example_blocks := config.kv_example // copier.num_bytes:\n"
                 "        stores.append(ExampleStore([copier.new_payload(num_example_blocks)], copier.num_bytes))\n",
@@ -183,7 +185,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
                 "\n\n@dataclass(frozen=True, slots=True)\nclass WorkerState:",
                 '    example: str = ""\n    """An example of a newer fact."""\n',
             ),
-            Edit("worker/loader.py", "    )\n    return signed(config.cluster", '        example="own",\n'),
+            Edit("worker/loading/engine.py", "    )\n    return signed(config.cluster", '        example="own",\n'),
             Edit(
                 "worker/adapter/connect.py",
                 "    )\n\n\nasync def probe_digests",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-import worker.loader
+import worker.loading.engine
 import worker.wire
 
-for module in (worker.wire, worker.loader):
+for module in (worker.wire, worker.loading.engine):
     module.PROTOCOL_VERSION = module.OLDEST_PROTOCOL = 99  # type: ignore[misc, attr-defined]
 
 from worker.main import main  # noqa: E402

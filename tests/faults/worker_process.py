@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-import worker.loader
+import worker.loading.engine
 import worker.main
 from cache.stores.disk import DiskStore
 from cache.types import ChainLink
@@ -122,11 +122,11 @@ def run_worker(argv: Sequence[str], log_path: str, additions: Additions | None) 
         def with_additions(scheduler: Scheduler, runner: Runner, *args: Any, **options: Any) -> EngineCore:
             return EngineCore(scheduler, AddingRunner(runner, additions), *args, **options)
 
-        worker.loader.EngineCore = with_additions  # type: ignore[assignment, misc]
+        worker.loading.engine.EngineCore = with_additions  # type: ignore[assignment, misc]
         if additions.serve_s:
-            worker.loader.KVTransfers = _slow_transfers(additions.serve_s)  # type: ignore[misc]
+            worker.loading.engine.KVTransfers = _slow_transfers(additions.serve_s)  # type: ignore[misc]
         if additions.disk_s:
-            worker.loader.DiskStore = _slow_disk(additions.disk_s)  # type: ignore[misc]
+            worker.loading.engine.DiskStore = _slow_disk(additions.disk_s)  # type: ignore[misc]
     code = worker.main.main(list(argv))
     sys.stdout.flush()
     sys.stderr.flush()

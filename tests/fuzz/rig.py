@@ -38,7 +38,8 @@ from tests.fuzz.harness import within
 from tests.members import make_member
 from tests.server.conftest import bundle_of
 from tests.waiting import HANG_S
-from worker.publisher import Publisher, PublisherInbox, PublisherSettings
+from worker.publishing.inbox import PublisherInbox
+from worker.publishing.publisher import Publisher, PublisherSettings
 from worker.wire import TokenizerBundle
 
 MODEL: Final = "m"

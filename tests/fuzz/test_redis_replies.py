@@ -118,7 +118,7 @@ class RepliesLane:
 
     def _begin(self) -> None:
         self.worker.begin(chain(self.rng, 20))
-        self.parts.add("the publisher", self.worker.publisher.run())
+        self.parts.add("the publisher", self.worker.publishing.publisher.run())
 
     # --- a case -----------------------------------------------------------------------------------------------------
 
@@ -179,13 +179,13 @@ class RepliesLane:
         if state == "startup":
             self.write.cut()
         if state == "rewrite":
-            self.store.delete(rng.choice(worker.publisher._writer._set_keys))
+            self.store.delete(rng.choice(worker.publishing.publisher._writer._set_keys))
         if len(worker.held) > 10 and rng.random() < 0.5:
             worker.change(num_removed=rng.randrange(1, 4))
         else:
             worker.change(chain(rng, rng.randrange(1, 20)))
         if state == "retire":
-            closing = asyncio.create_task(worker.publisher.close())
+            closing = asyncio.create_task(worker.publishing.publisher.close())
             try:
                 await self.parts.ended("the publisher", BACK_S)
             finally:

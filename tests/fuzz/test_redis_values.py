@@ -108,7 +108,7 @@ class ValuesLane:
                 answers.bodies["/state"] = pack(WorkerState(worker.member, WorkerLoad()))
                 answers.bodies["/bundle"] = pack(BUNDLE)
                 answers.bodies["/health/live"] = b"{}"
-                self.parts.add(f"the publisher of {worker.name}", worker.publisher.run())
+                self.parts.add(f"the publisher of {worker.name}", worker.publishing.publisher.run())
             self.parts.add("the index", self.gateway.index.run())
             await self._back()
             await self.gateway.fleet.poll()

@@ -83,7 +83,13 @@ class Scratch:
         self._write(
             "pyproject.toml", '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
         )
-        for name in ("server.gateway", "server.cli.serve", "server.cli.doctor", "worker.loader", "benchmarks.__init__"):
+        for name in (
+            "server.gateway",
+            "server.cli.serve",
+            "server.cli.doctor",
+            "worker.loading.engine",
+            "benchmarks.__init__",
+        ):
             self._write(f"{name.replace('.', '/')}.py", "def find_redis_server():\n    return 'true'\n")
         pinned = {
             "gateway": "stand-in==1",

@@ -50,13 +50,13 @@ sys.exit(main(sys.argv[1:]))
 LOADS_FOREVER = """
 import sys
 import torch
-import worker.loader
+import worker.loading.engine
 from worker.main import main
 def build_engine(config, url, worker_id, metrics, report, tls, sinks):
     report("loading for ever")
     while True:
         torch.randn(2000).sort()
-worker.loader.build_engine = build_engine
+worker.loading.engine.build_engine = build_engine
 sys.exit(main(sys.argv[1:]))
 """
 IS_NAMED_LOOPBACK = """

@@ -21,7 +21,6 @@ from tests.waiting import until
 from tests.worker.live_worker import serve
 from tests.worker.scheduler.engine import generate
 from tests.worker_tokens import headers_at
-from worker import loader
 from worker.common.frames import FrameReader
 from worker.common.proof import gateway_token
 from worker.config import parse
@@ -29,7 +28,8 @@ from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.http.app import make_app
 from worker.http.service import WorkerService
-from worker.loader import build_engine
+from worker.loading import engine as loader
+from worker.loading.engine import build_engine
 from worker.model.huggingface import SafetensorsCheckpoint
 from worker.wire import BlockSource, End, Started, Tokens, pack_request
 

@@ -13,10 +13,10 @@ from tests.tiny_model import write_tiny_model
 from tests.waiting import HANG_S
 from tests.worker.device_streams import LateStream
 from tests.worker.scheduler.engine import Answer, HandEngine, generate
-from worker.grammar import GrammarCompiler
+from worker.engine.grammar import GrammarCompiler
 from worker.model.load import LoadOptions, load_model
+from worker.model.tokenizer_bundle import build_bundle
 from worker.runner.model_runner import ModelRunner
-from worker.tokenizer_bundle import build_bundle
 from worker.wire import GenerateRequest, Grammar
 
 SHORT, DEEP = 150, 500

@@ -10,7 +10,7 @@ MODULES = (
     "worker.wire",
     "worker.common.tracing",
     "worker.config",
-    "worker.publisher",
+    "worker.publishing.publisher",
     "worker.adapter.blocks",
     "worker.adapter.subscriber",
 )
@@ -21,7 +21,7 @@ sys.modules["torch"] = sys.modules["transformers"] = None
 from importlib import import_module
 for name in sys.argv[1:]:
     import_module(name)
-loaded = [name for name in ("worker.scheduler", "worker.engine.engine", "worker.grammar") if name in sys.modules]
+loaded = [name for name in ("worker.scheduler", "worker.engine.engine", "worker.engine.grammar") if name in sys.modules]
 print(*loaded)
 """
 

@@ -36,7 +36,7 @@ from worker.adapter.subscriber import EventSubscriber
 from worker.common.capabilities import GENERATING, adapter_names, adapters_in
 from worker.contracts.engine import EngineDeadError, EngineOutput, EngineSinks, RefusedError, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
-from worker.validation import refusal
+from worker.contracts.validation import refusal
 from worker.wire import EngineCall, Failed, GenerateRequest, TokenizerBundle, pack, unpack
 
 logger = logging.getLogger(__name__)

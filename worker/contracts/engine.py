@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, Prot
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch
 from worker.contracts.exchange import BlockExchange
-from worker.publisher import PublisherInbox
+from worker.publishing.inbox import PublisherInbox
 from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle
 
 if TYPE_CHECKING:

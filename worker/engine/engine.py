@@ -37,15 +37,15 @@ from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.contracts.step import Runner, SamplerCache
-from worker.embedding import Pooling
+from worker.contracts.validation import refusal
+from worker.engine.grammar import GrammarCompiler
 from worker.engine.inflight import InFlightSteps, OutputBuffer
 from worker.engine.reporter import Reporter, debug_state
 from worker.engine.watchdog import StepWatchdog, exit_on_hang
-from worker.grammar import GrammarCompiler
+from worker.files.embedding import Pooling
 from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.request import Constraint, ConstraintError, Request, failed_by
 from worker.scheduler.scheduler import Scheduler
-from worker.validation import refusal
 from worker.wire import Failed, GenerateRequest, TokenizerBundle, num_listed_ids
 
 logger = logging.getLogger(__name__)

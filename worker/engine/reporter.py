@@ -19,7 +19,7 @@ from cache.types import GatewayId
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, StartInterval
 from worker.kv_transfer.transfers import KVTransfers
-from worker.publisher import PublisherInbox
+from worker.publishing.inbox import PublisherInbox
 from worker.scheduler.admission import num_growth_blocks
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, TokenSequence

@@ -17,7 +17,7 @@ from worker.contracts.engine import Engine, EngineDeadError, EngineOutput, Engin
 from worker.contracts.metrics import WorkerMetrics
 from worker.http.streams import QueueAccounting, QueueLimits, Stream
 from worker.http.tracing import StreamTrace
-from worker.publisher import PublisherInbox
+from worker.publishing.inbox import PublisherInbox
 from worker.wire import GRAMMAR_KINDS, End, Failed, GenerateRequest, Started
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from worker.kv_transfer.fetches import FetchQueue, FetchSource, PrefixFetch
 from worker.kv_transfer.peers import FetchError, PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.saver import BlockSaver
-from worker.publisher import PublisherInbox
+from worker.publishing.inbox import PublisherInbox
 from worker.scheduler.request import TokenSequence
 
 logger = logging.getLogger(__name__)

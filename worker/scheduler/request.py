@@ -22,7 +22,7 @@ from cache.hashing import extend_chain
 from cache.types import BlockHash
 from worker.contracts.engine import RequestKey
 from worker.contracts.step import NoTokenLeft, SampledToken, SamplerCache
-from worker.embedding import Pooling
+from worker.files.embedding import Pooling
 from worker.scheduler.drafter import Drafter
 from worker.wire import (
     MAX_POSITIONS,

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from worker.common.command_line import module_command
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import find_checkpoint
-from worker.tokenizer_bundle import tokenizer_from_gguf
+from worker.model.tokenizer_bundle import tokenizer_from_gguf
 from worker.wire import TokenizerBundle
 
 MODEL: Final = "bench"

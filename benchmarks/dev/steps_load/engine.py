@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from benchmarks.dev.engine import Engine
-from worker.loader import warm_up
+from worker.loading.warm_up import warm_up
 from worker.model.config import LoadOptions
 from worker.model.load import LoadedModel, load_model
 from worker.runner.model_runner import ModelRunner

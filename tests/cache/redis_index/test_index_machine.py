@@ -26,7 +26,7 @@ from tests.members import make_member
 from tests.redis_server import RedisServer
 from tests.running import running
 from tests.waiting import HANG_S, until
-from worker.publisher import Changes
+from worker.publishing.publisher import Changes
 
 T = TypeVar("T")
 Seen = tuple[str, str, int, tuple[int, ...], int]

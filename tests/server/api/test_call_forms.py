@@ -21,7 +21,7 @@ from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import events
 from tests.server.test_app import chat, post, post_once
 from tests.waiting import HANG_S
-from worker.grammar import GrammarCompiler, GrammarConstraint
+from worker.engine.grammar import GrammarCompiler, GrammarConstraint
 from worker.wire import GenerateRequest
 
 WEATHER: Any = {

@@ -30,7 +30,7 @@ from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import Says
 from tests.server.test_app import MESSAGES, chat, client, post, post_once
 from tests.waiting import HANG_S
-from worker.grammar import GrammarCompiler
+from worker.engine.grammar import GrammarCompiler
 from worker.wire import Grammar
 
 CITY: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -13,7 +13,7 @@ from tests.server.scripted_worker import Refuse, Says, script_of
 from tests.server.sse_grammar import check_chat, events
 from tests.server.test_app import MESSAGES, chat, client, post, post_once
 from tests.waiting import HANG_S
-from worker.grammar import GrammarCompiler, GrammarConstraint
+from worker.engine.grammar import GrammarCompiler, GrammarConstraint
 from worker.wire import Grammar
 
 WEATHER: Any = {

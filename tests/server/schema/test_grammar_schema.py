@@ -20,7 +20,7 @@ from server.event_loop import run_now
 from server.schema.grammar_schema import GrammarSchema, grammar_schema, relaxed_header
 from server.schema.patterns import enforceable_pattern
 from tests.schema_language import drawn, dumps, matcher, takes, tokenizer
-from worker.grammar import in_words, to_llguidance
+from worker.engine.grammar import in_words, to_llguidance
 from worker.wire import Grammar
 
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "schemas.json").read_text())

@@ -18,7 +18,7 @@ from worker.config import parse
 from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
 from worker.contracts.metrics import WorkerMetrics
 from worker.engine.engine import EngineCore, PreparedParts
-from worker.loader import build_engine
+from worker.loading.engine import build_engine
 from worker.wire import End, Failed, Started, Tokens
 
 PROMPT = [100 + 7 * n % 9000 for n in range(150)]

@@ -13,11 +13,11 @@ import torch
 from cache.allocators.base import BlockCopy
 from cache.types import BlockId
 from tests.worker.families import write_family
-from worker import loader
 from worker.attention.base import AttentionShape
 from worker.config import WorkerConfig
 from worker.contracts.step import NonFinite, SamplingRow, SequenceStep, Step
 from worker.kernels.device import Stopwatch
+from worker.loading import pool
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner import memory
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit
@@ -197,12 +197,12 @@ def test_the_pool_of_a_gpu_leaves_room_for_the_largest_step(
         (7 << 30, WorkerConfig(), 4.0, 5.5),
         (7 << 30, WorkerConfig(max_num_batched_tokens=512, max_num_seqs=8), 5.2, 6.3),
     ):
-        monkeypatch.setattr(loader, "free_memory_bytes", lambda device, num_sharing, free=free: free)
-        taken = loader.num_pool_blocks(config, loaded) * per_block / (1 << 30)  # type: ignore[arg-type]
+        monkeypatch.setattr(pool, "free_memory_bytes", lambda device, num_sharing, free=free: free)
+        taken = pool.num_pool_blocks(config, loaded) * per_block / (1 << 30)  # type: ignore[arg-type]
         assert least < taken < most
-    monkeypatch.setattr(loader, "free_memory_bytes", lambda device, num_sharing: 1 << 30)
+    monkeypatch.setattr(pool, "free_memory_bytes", lambda device, num_sharing: 1 << 30)
     with pytest.raises(ValueError, match="KV pool"):
-        loader.num_pool_blocks(WorkerConfig(), loaded)  # type: ignore[arg-type]
+        pool.num_pool_blocks(WorkerConfig(), loaded)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_workers_of_one_machine_share_its_gpus(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     configs = [WorkerConfig(device=device, local_rank=index, local_world_size=3) for index in range(3)]
-    assert [loader.device_of(config) for config in configs] == devices
-    assert [loader.num_sharing(config) for config in configs] == num_sharing
+    assert [pool.device_of(config) for config in configs] == devices
+    assert [pool.num_sharing(config) for config in configs] == num_sharing
 
 
 def test_workers_get_equal_parts_of_a_gpu_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from cache.allocators.base import Allocator
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from worker.contracts.engine import EngineOutput, RequestKey
 from worker.contracts.step import Launch, Runner, Step, StepResult, raised
-from worker.embedding import Pooling
+from worker.files.embedding import Pooling
 from worker.kernels.device import DeviceStream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan

@@ -13,7 +13,7 @@ import torch
 from tests.embedding_models import reference, write_qwen3, write_steps
 from tests.worker.scheduler.engine import HandEngine
 from worker.contracts.step import NonFinite
-from worker.embedding import Pooling, find_pooling
+from worker.files.embedding import Pooling, find_pooling
 from worker.files.errors import UnsupportedModel
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner

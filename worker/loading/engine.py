@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from cache.records import WorkerMember, new_epoch, signed
 from cache.stores.base import BlockStore
 from cache.stores.disk import DiskStore
 from cache.stores.host import HostStore
-from cache.types import BlockId, WorkerId
+from cache.types import WorkerId
 from worker.attention.block_copier import BlockCopier, make_copier
 from worker.common.capabilities import EMBEDDINGS, TOKENS
 from worker.common.checks import check_kv_disk
@@ -29,30 +28,27 @@ from worker.common.proof import gateway_token
 from worker.config import WorkerConfig, default_step_tokens
 from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
-from worker.contracts.rates import PrefillRate, StepCost
-from worker.contracts.step import Runner, SamplingRow, SequenceStep, Step
-from worker.embedding import find_pooling
+from worker.contracts.rates import StepCost
 from worker.engine.engine import EngineCore
+from worker.files.embedding import find_pooling
 from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.transfers import KVTransfers
+from worker.loading.pool import device_of, max_model_len_of, num_pool_blocks
+from worker.loading.warm_up import limit_onednn_cache, warm_up
 from worker.model.config import LoadOptions, WeightForm
 from worker.model.dtype import choose_dtype
 from worker.model.load import LoadedModel, load_model
-from worker.publisher import PublisherInbox
-from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
+from worker.model.tokenizer_bundle import build_bundle
+from worker.publishing.inbox import PublisherInbox
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
 from worker.scheduler.step_objective import StepObjective
-from worker.tokenizer_bundle import build_bundle
-from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
-_MAX_DEFAULT_POOL_BYTES: Final = {"cpu": 2 << 30}
-_POOL_SHARE: Final = {"cpu": 0.25, "cuda": 0.9}
-"""Part of the free memory that the pool takes without an option."""
 _SLAB_BYTES: Final = 1 << 30
 """Host memory is pinned in pieces of this size."""
 _WARM_UP_TOKENS: Final = 256  # enough to measure the prefill rate, and a second or two on a slow processor
@@ -73,7 +69,7 @@ class _LoadedParts:
             raise ValueError(f"{path} has no lm_head.weight: it can only make embeddings (--task embed)")
         self.num_blocks = num_pool_blocks(config, model)
         pool_tokens = (self.num_blocks - 1) * config.block_size
-        max_model_len = _max_model_len(config, model, pool_tokens)
+        max_model_len = max_model_len_of(config, model, pool_tokens)
         self.limits = config.limits(default_step_tokens(model.device.type, model.options.dtype))
         self.bundle = build_bundle(
             model,
@@ -248,84 +244,3 @@ def _open_stores(config: WorkerConfig, record: RecordFormat, copier: BlockCopier
             logger.warning("%s: %s", disk.found, disk.fix)
         stores.append(DiskStore(Path(config.kv_disk), record, config.kv_disk_size))
     return stores
-
-
-def limit_onednn_cache() -> None:
-    """Let oneDNN and ideep keep 128 compiled products each, unless the user has set a number.
-
-    They keep one for every number of rows and weight shape, hundreds of KB each, and 1,024 by default. Decodes need a
-    few per batch size; the lengths of prefills rarely return. Call this before the first product: then they read it.
-    """
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's, and ideep's
-        os.environ.setdefault(name, "128")
-
-
-def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
-    """Run steps in the unused pool, to trigger late allocations and to measure the prefill rate.
-
-    A step takes `(step_tokens + tokens) / rate`. One of `num_tokens` and one of about none give both unknowns.
-    """
-    block_table = [BlockId(1 + i) for i in range(-(-num_tokens // block_size))]
-    slots = [block_size + i for i in range(num_tokens)]
-    row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
-    step = Step([SequenceStep([0] * num_tokens, 0, block_table, slots, (row,))])
-    runner.run(step)
-    decode = Step([SequenceStep([0], num_tokens - 1, block_table, slots[-1:], (row,))])
-    runner.run(decode)
-    prefill_s, decode_s = _duration_s(runner, step), _duration_s(runner, decode)
-    step_tokens = num_tokens * decode_s / max(prefill_s - decode_s, decode_s)
-    return PrefillRate(num_tokens, prefill_s, step_tokens)
-
-
-def _duration_s(runner: Runner, step: Step) -> float:
-    begun_s = time.monotonic()
-    runner.run(step)
-    return time.monotonic() - begun_s
-
-
-def device_of(config: WorkerConfig) -> str:
-    """Return the device. The workers of a machine take its GPUs in turn, unless the option names one."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and (num_gpus := torch.cuda.device_count()):
-        return f"cuda:{config.local_rank % num_gpus}"
-    return device
-
-
-def num_sharing(config: WorkerConfig) -> int:
-    """Count the workers of this machine on the same GPU, this one included."""
-    if config.device not in ("auto", "cuda"):
-        return config.local_world_size
-    num_gpus = max(1, torch.cuda.device_count())
-    return len(range(config.local_rank % num_gpus, config.local_world_size, num_gpus))
-
-
-def num_pool_blocks(config: WorkerConfig, model: LoadedModel) -> int:
-    """Return the options' number of blocks, or one by free memory. On a GPU, leave room for the largest step."""
-    if config.num_blocks is not None:
-        return max(2, config.num_blocks)  # the null block, and one to use
-    shape, device = model.config.attention, model.device
-    num_bytes = config.kv_cache_memory
-    if num_bytes is None:
-        free = free_memory_bytes(device, num_sharing(config))
-        num_bytes = int(_POOL_SHARE.get(device.type, 0.5) * free)
-        num_bytes = min(num_bytes, _MAX_DEFAULT_POOL_BYTES.get(device.type, num_bytes))
-        if device.type == "cuda":
-            limits = config.limits(default_step_tokens(device.type, model.options.dtype))
-            needed = working_bytes(model.config, limits.max_step_tokens, limits.max_num_seqs, model.dtype)
-            num_bytes = max(0, min(num_bytes, free - needed))
-    num_blocks = num_blocks_that_fit(num_bytes, shape, config.block_size, model.dtype)
-    logger.info("KV pool: %d blocks of %d bytes", num_blocks, block_bytes(shape, config.block_size, model.dtype))
-    return num_blocks
-
-
-def _max_model_len(config: WorkerConfig, model: LoadedModel, pool_tokens: int) -> int:
-    """Return the context length, cut to the pool: a longer request could never run."""
-    own = model.config.max_model_len
-    wanted = config.max_model_len or own
-    if wanted > own:
-        raise ValueError(f"--max-model-len {wanted} exceeds the model's {own}")
-    if wanted > pool_tokens:
-        logger.warning("the context is cut from %d to %d tokens, the size of the KV pool", wanted, pool_tokens)
-    return min(wanted, pool_tokens)

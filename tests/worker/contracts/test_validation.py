@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from tests.members import make_member
 from tests.worker.scheduler.engine import generate
 from worker.common.capabilities import EMBEDDINGS, TOKENS
+from worker.contracts.validation import refusal
 from worker.scheduler.budget import BatchLimits
-from worker.validation import refusal
 from worker.wire import ChoiceState, Embed, GenerateRequest, WireError, pack_request, unpack_request
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests import smollm2
 from tests.waiting import HANG_S
 from worker.common.json_schema import MAX_INDENTED_LEVELS
-from worker.grammar import GrammarCompiler, GrammarConstraint
+from worker.engine.grammar import GrammarCompiler, GrammarConstraint
 from worker.scheduler.request import ConstraintError
 from worker.wire import ChoiceState, GenerateRequest, Grammar, SamplingParams, TokenizerBundle
 

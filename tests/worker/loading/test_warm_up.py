@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from worker.loader import limit_onednn_cache
+from worker.loading.warm_up import limit_onednn_cache
 from worker.model.linear import OneDnnLinear
 
 if sys.argv[1] == "bound":

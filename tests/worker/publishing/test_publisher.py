@@ -24,7 +24,8 @@ from tests.members import make_member
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
 from tests.waiting import HANG_S
-from worker.publisher import Changes, Publisher, PublisherInbox, PublisherSettings
+from worker.publishing.inbox import PublisherInbox
+from worker.publishing.publisher import Changes, Publisher, PublisherSettings
 
 FAST = PublisherSettings(interval_s=0.002, heartbeat_s=0.05, retry_s=0.01, max_retry_s=0.05)
 
@@ -121,7 +122,7 @@ async def test_blocks_of_tiers_are_found_behind_those_of_the_pool(redis_server: 
 
 async def test_a_large_tier_is_published_in_batches(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is found at the start may hold more than one MULTI takes; the pool comes first."""
-    monkeypatch.setattr("worker.publisher._MAX_BATCH", 7)
+    monkeypatch.setattr("worker.publishing.publisher._MAX_BATCH", 7)
     hashes = chain(40)
     async with publishing(redis_server, "disk") as (publisher, index):
         publisher.inbox.offer([], WorkerLoad())

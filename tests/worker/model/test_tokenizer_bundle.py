@@ -17,10 +17,10 @@ from tests.worker.gguf_files import train, write_tokenizer
 from worker.files.errors import CheckpointError, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import LoadedModel, LoadOptions, load_model
-from worker.tokenizer_bundle import build_bundle, canonical_json, tokenizer_from_gguf
+from worker.model.tokenizer_bundle import build_bundle, canonical_json, tokenizer_from_gguf
 from worker.wire import TokenizerBundle
 
-_TAUBENCH = Path(__file__).parents[1] / "data" / "taubench_airline_text_dev.jsonl.gz"
+_TAUBENCH = Path(__file__).parents[2] / "data" / "taubench_airline_text_dev.jsonl.gz"
 _ODD = [
     "don't  stop\n\n\n  now\t!",
     "12345 6.78 90",
