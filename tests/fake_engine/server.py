@@ -90,19 +90,23 @@ class FakeEngine:
         return JSONResponse({"tokens": [i + self.args.tokenizer_shift for i in ids], "count": len(ids)})
 
     async def metrics(self, request: Request) -> Response:
-        lines = [f"process_start_time_seconds {self.started_s}"]
+        is_one = self.args.api_server_count == 1
+        lines = [f"process_start_time_seconds {self.started_s}"] if is_one else []
         for number, rank in enumerate(self.ranks):
             label = f'engine="{number}",model_name="{self.args.model}"'
             caching = f'enable_prefix_caching="{not self.args.no_prefix_caching}"'
             pool = rank.pool
+            if is_one or rank.num_steps:  # with several, a gauge has no sample before the first request
+                lines += [
+                    f"vllm:num_requests_running{{{label}}} {float(rank.num_running)}",
+                    f"vllm:num_requests_waiting{{{label}}} {float(rank.num_waiting)}",
+                    f"vllm:kv_cache_usage_perc{{{label}}} {rank.usage}",
+                ]
             lines += [
-                f"vllm:num_requests_running{{{label}}} {float(rank.num_running)}",
-                f"vllm:num_requests_waiting{{{label}}} {float(rank.num_waiting)}",
-                f"vllm:kv_cache_usage_perc{{{label}}} {rank.usage}",
                 f"vllm:generation_tokens_total{{{label}}} {float(rank.num_steps)}",
                 f'vllm:engine_sleep_state{{sleep_state="awake",{label}}} {float(not self.sleeping)}',
                 f'vllm:cache_config_info{{block_size="{pool.block_size}",{caching},'
-                f'num_gpu_blocks="{pool.num_blocks}",{label}}} 1.0',
+                f'num_gpu_blocks="{pool.num_blocks * len(self.ranks)}",{label}}} 1.0',
                 f"vllm:prefix_cache_hits_total{{{label}}} {float(rank.cached_tokens)}",
             ]
         return PlainTextResponse("\n".join(lines) + "\n")
@@ -133,6 +137,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alias", action="append", default=[], help="another name that it is served under")
     parser.add_argument("--topic", default="kv")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--api-server-count", type=int, default=1)
     parser.add_argument("--api-key", default="")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--num-blocks", type=int, default=256)

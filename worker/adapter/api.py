@@ -75,6 +75,8 @@ class EngineLoad:
     """A total that grows while the engine computes prompts or answers; 0.0: it has none."""
     sleeps: bool = False
     """Its weights or caches are not on the device."""
+    ranks: tuple[int, ...] = (0,)
+    """The data-parallel ranks of its server, sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +147,6 @@ class EngineApi(Protocol):
     async def sampling_defaults(self) -> SamplingDefaults | None:
         """Return the engine's defaults of missing sampling parameters; None if unknown."""
         return None
-
-    async def ranks(self) -> tuple[int, ...]:
-        """Return the data-parallel ranks that the engine lists."""
 
     async def event_source(self) -> EventSource | None:
         """Return where the cache events come from, or None if unknown."""

@@ -65,6 +65,9 @@ async def connect(
         while True:
             model = await wait_for_engine(api, config, report)
             load = await api.load()
+            if config.engine_rank is None and len(load.ranks) > 1:
+                found = ", ".join(map(str, load.ranks))
+                raise ValueError(f"--engine-rank: this server has the ranks {found}: start an adapter for each")
             facts = facts_of(load, model)
             bundle, folder = await asyncio.to_thread(make_bundle, config, model, await api.sampling_defaults())
             await check_tokenizer(api, bundle)

@@ -143,7 +143,9 @@ class EngineHealth:
         """
         before, self._counts = self._counts, counts
         self.is_slow, self._num_failed = False, 0
-        if facts != self._facts or (before is not None and counts.prefill_tokens < before.prefill_tokens):
+        is_new = self.state is State.GONE and not counts.started_s  # several API servers do not report their start
+        is_new |= before is not None and counts.prefill_tokens < before.prefill_tokens
+        if is_new or facts != self._facts:
             return self.apply(Sign.OTHER, f"another engine answers: {_differences(self._facts, facts)}")
         if before is None or _gauges(before) != _gauges(counts):
             self.progress()
@@ -196,4 +198,4 @@ def _gauges(counts: EngineLoad) -> tuple[float, ...]:
 def _differences(before: EngineFacts, now: EngineFacts) -> str:
     pairs = [(name, getattr(before, name), getattr(now, name)) for name in EngineFacts.__slots__]
     found = [f"{name}: {old!s:.300} -> {new!s:.300}" for name, old, new in pairs if old != new]
-    return "; ".join(found) or "its totals are lower"
+    return "; ".join(found) or "it was away, or its totals are lower"

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import json
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
 import aiohttp
@@ -38,10 +38,10 @@ class EngineServer(EngineApi):
     Every call raises EngineLostError, or EngineRefusedError for a status other than 200.
     """
 
-    def __init__(self, url: str, key: str, tls: ssl.SSLContext | None, headers: Mapping[str, str]) -> None:
-        """`headers` are sent with every request, `key` as a bearer token."""
+    def __init__(self, url: str, key: str, tls: ssl.SSLContext | None) -> None:
+        """`key` is sent with every request, as a bearer token."""
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = dict(headers) | ({"authorization": f"Bearer {key}"} if key else {})
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls),
             auto_decompress=False,

@@ -24,7 +24,7 @@ async def ask(config: WorkerConfig) -> dict[str, object]:
         await wait_for_engine(api, config, lambda line: print(line, file=sys.stderr, flush=True))
         pools = GENERATING.isdisjoint(await api.text_apis())
         publishes = await api.event_source() is not None or pools or await api.index_problem()
-        return {"ranks": await api.ranks(), "publishes": bool(publishes)}
+        return {"ranks": (await api.load()).ranks, "publishes": bool(publishes)}
     finally:
         await api.close()
 

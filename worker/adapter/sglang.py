@@ -70,7 +70,7 @@ class SglangApi(EngineServer):
 
     def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
         """`rank`: the data-parallel rank, if the engine has several."""
-        super().__init__(url, key, tls, {})
+        super().__init__(url, key, tls)
         self._rank = rank
 
     async def version(self) -> str:
@@ -106,6 +106,7 @@ class SglangApi(EngineServer):
                 prefill_tokens=values["prompt_tokens_total"],
                 work=values["prompt_tokens_total"] + values["generation_tokens_total"],
                 reuses_prefixes=None if "disable_radix_cache" not in info else not info["disable_radix_cache"],
+                ranks=tuple(range(int(info.get("dp_size") or 1))),
             )
 
     async def probe(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
@@ -118,11 +119,6 @@ class SglangApi(EngineServer):
         with understood("/generate"):
             num_cached = answer["meta_info"].get("cached_tokens")
             return None if num_cached is None else int(num_cached)
-
-    async def ranks(self) -> tuple[int, ...]:
-        info = await self._info()
-        with understood("/server_info"):
-            return tuple(range(int(info.get("dp_size") or 1)))
 
     async def event_source(self) -> EventSource | None:
         config, rank = (await self._info()).get("kv_events_config"), self._rank or 0

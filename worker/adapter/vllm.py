@@ -26,19 +26,22 @@ _KEEPS_LAST_BLOCK: Final = (
 _SAMPLE: Final = re.compile(rb"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([^ \n]+)", re.MULTILINE)
 _CACHE_CONFIG: Final = b"vllm:cache_config_info"
 _LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
-_SUMS: Final = {
+_GAUGES: Final = {
     b"process_start_time_seconds": "started_s",
     b"vllm:num_requests_running": "num_running",
     b"vllm:num_requests_waiting": "num_waiting",
     b"vllm:kv_cache_usage_perc": "usage",
+    b"vllm:engine_sleep_state": "num_awake",
+}
+"""Names of those metrics of which the largest sample counts: processes may report the same one."""
+_TOTALS: Final = {
     b"vllm:request_prefill_kv_computed_tokens_sum": "prefill_tokens",
     b"vllm:request_prefill_time_seconds_sum": "prefill_s",
     b"vllm:spec_decode_num_drafts_total": "num_drafts",
     b"vllm:generation_tokens_total": "work",
     b"vllm:iteration_tokens_total_sum": "work",
-    b"vllm:engine_sleep_state": "num_awake",
 }
-"""Names of the sums to which the samples of each metric are added."""
+"""Names of the sums to which the samples of the others are added."""
 
 
 class VllmApi(TextServer):
@@ -48,8 +51,8 @@ class VllmApi(TextServer):
 
     def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
         """`rank`: the data-parallel rank, if the engine has several."""
-        super().__init__(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
-        self._rank = rank or 0
+        super().__init__(url, key, tls)
+        self._rank = rank
         self.unplaced = None if rank is None else RESPONSES
 
     async def version(self) -> str:
@@ -86,8 +89,12 @@ class VllmApi(TextServer):
         return config if isinstance(config, dict) else {}
 
     async def load(self) -> EngineLoad:
+        """Read the metrics. They also show the place of the rank in its server: headers count from the first one."""
         _, body = await self.call("GET", "/metrics")
-        return parse_load(body, self._rank)
+        load = parse_load(body, self._rank)
+        if self._rank is not None:
+            self._headers["x-data-parallel-rank"] = str(load.ranks.index(self._rank))
+        return load
 
     async def is_paused(self) -> bool:
         """Ask the engine's core, in development mode. A core that hangs does not answer."""
@@ -120,15 +127,10 @@ class VllmApi(TextServer):
         with understood("/v1/completions/render"):
             return msgspec.convert(without_neutral(defaults), SamplingDefaults, strict=False)
 
-    async def ranks(self) -> tuple[int, ...]:
-        sources = await self._event_sources()
-        with understood("/kv_event_sources"):
-            return tuple(sorted(map(int, sources)))
-
     async def event_source(self) -> EventSource | None:
         sources = await self._event_sources()
         with understood("/kv_event_sources"):
-            source = sources.get(str(self._rank))
+            source = sources.get(str(self._rank)) if self._rank is not None else next(iter(sources.values()), None)
             if source is None or source.get("publisher") != "zmq":
                 return None
             return EventSource(source["endpoint"], source.get("replay_endpoint"), source.get("topic") or "")
@@ -164,35 +166,46 @@ def without_neutral(resolved: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def parse_load(text: bytes, rank: int) -> EngineLoad:
-    """Read the engine's counts from its metrics in the Prometheus text format."""
-    sums: dict[str, float] = {}
-    cache: dict[bytes, bytes] = {}
+def parse_load(text: bytes, rank: int | None) -> EngineLoad:
+    """Read a rank's counts, by default of the first rank, from the metrics in the Prometheus text format.
+
+    With several API servers, a gauge has no sample before the first request, and no process reports its start.
+    Raises EngineLostError for another page, and EngineRefusedError for a rank of another server.
+    """
+    values: dict[str, float] = {}
     try:
-        for name, labels, value in _SAMPLE.findall(text):
-            if name not in _SUMS and name != _CACHE_CONFIG:
+        names = {*_GAUGES, *_TOTALS, _CACHE_CONFIG}
+        samples = [(n, dict(_LABEL.findall(labels)), value) for n, labels, value in _SAMPLE.findall(text) if n in names]
+        caches = {int(labels.get(b"engine", 0)): labels for name, labels, _ in samples if name == _CACHE_CONFIG}
+        if not caches:
+            raise EngineLostError("/metrics is not vLLM's, or vLLM was started with --disable-log-stats: leave it out")
+        ranks = tuple(sorted(caches))
+        rank = ranks[0] if rank is None else rank
+        if rank not in caches:
+            others = ", ".join(map(str, ranks))
+            raise EngineRefusedError(400, f"--engine-rank {rank}: this server has the ranks {others}")
+        for name, labels, value in samples:
+            is_other = int(labels.get(b"engine", rank)) != rank or labels.get(b"sleep_state", b"awake") != b"awake"
+            if is_other or name == _CACHE_CONFIG:
                 continue
-            found = dict(_LABEL.findall(labels))
-            if found.get(b"engine", b"%d" % rank) != b"%d" % rank:
-                continue
-            if name == _CACHE_CONFIG:
-                cache = found
-            elif found.get(b"sleep_state", b"awake") == b"awake":
-                sums[_SUMS[name]] = sums.get(_SUMS[name], 0.0) + float(value)
-        num_blocks, block_size = int(cache[b"num_gpu_blocks"]), int(cache[b"block_size"])
+            if name in _GAUGES:
+                values[_GAUGES[name]] = max(values.get(_GAUGES[name], 0.0), float(value))
+            else:
+                values[_TOTALS[name]] = values.get(_TOTALS[name], 0.0) + float(value)
         return EngineLoad(
-            started_s=sums.get("started_s", 0.0),
-            num_running=int(sums["num_running"]),
-            num_waiting=int(sums["num_waiting"]),
-            num_blocks=num_blocks,
-            block_size=block_size,
-            usage=sums["usage"],
-            prefill_tokens=sums.get("prefill_tokens", 0.0),
-            prefill_s=sums.get("prefill_s", 0.0),
-            reuses_prefixes={b"True": True, b"False": False}.get(cache.get(b"enable_prefix_caching", b"")),
-            speculates="num_drafts" in sums,
-            work=sums.get("work", 0.0),
-            sleeps=sums.get("num_awake", 1.0) == 0.0,
+            started_s=values.get("started_s", 0.0),
+            num_running=int(values.get("num_running", 0)),
+            num_waiting=int(values.get("num_waiting", 0)),
+            num_blocks=int(caches[rank][b"num_gpu_blocks"]) // len(ranks),  # the sum of a server's ranks
+            block_size=int(caches[rank][b"block_size"]),
+            usage=values.get("usage", 0.0),
+            prefill_tokens=values.get("prefill_tokens", 0.0),
+            prefill_s=values.get("prefill_s", 0.0),
+            reuses_prefixes={b"True": True, b"False": False}.get(caches[rank].get(b"enable_prefix_caching", b"")),
+            speculates="num_drafts" in values,
+            work=values.get("work", 0.0),
+            sleeps=values.get("num_awake", 1.0) == 0.0,
+            ranks=ranks,
         )
     except (KeyError, ValueError, OverflowError) as error:
         raise EngineLostError(f"/metrics is not vLLM's: {error}") from error

@@ -290,9 +290,6 @@ class ScriptedApi:
     async def sampling_defaults(self) -> SamplingDefaults | None:
         return None
 
-    async def ranks(self) -> tuple[int, ...]:
-        return (0,)
-
     async def event_source(self) -> EventSource | None:
         return None
 

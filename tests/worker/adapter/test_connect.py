@@ -48,6 +48,22 @@ async def test_what_is_registered(engine_folder: Path) -> None:
         await renamed.close()
 
 
+async def test_a_server_of_several_processes_and_ranks(engine_folder: Path) -> None:
+    """Its gauges have no sample before the first request, which can only come through a gateway."""
+    options = ("--api-server-count", "2", "--ranks", "2")
+    async with fake_engine(engine_folder, *options, events=False) as (_, url):
+        with pytest.raises(ValueError, match=r"--engine-rank: this server has the ranks 0, 1: start an adapter for"):
+            await connected(config(url))
+        with pytest.raises(OSError, match=r"--engine-rank 2: this server has the ranks 0, 1"):
+            await connected(config(url, engine_rank=2))
+        for rank in (0, 1):
+            engine = await connected(config(url, engine_rank=rank, events="none"))
+            engine.start()
+            await until(lambda engine=engine: engine.load.num_blocks)
+            assert (engine.not_ready_reason, engine.load.num_blocks) == (None, 512)
+            await engine.close()
+
+
 async def test_an_engine_takes_one_adapter(engine_folder: Path) -> None:
     """By whatever name of its address; the next one may serve it when the first has ended."""
     async with fake_engine(engine_folder) as (_, url):

@@ -34,6 +34,19 @@ def test_the_table_is_whole() -> None:
         assert state not in (State.STARTING, State.PAUSED, State.GONE) or Sign.STALL not in moves
 
 
+def test_an_engine_that_does_not_say_when_it_started() -> None:
+    """With several API servers. If nothing has listened at its port, another process answers."""
+    counts = replace(COUNTS, started_s=0.0)
+    facts = facts_of(counts, FACTS.model)
+    health = EngineHealth(facts, hang_s=HANG_AFTER_S, probe_s=PROBE_AFTER_S)
+    health.apply(Sign.TOKEN)
+    for is_closed, expected in ((False, State.SURE), (True, State.REPLACED)):
+        for _ in range(MAX_FAILED):
+            health.failed("no answer", is_closed=is_closed, num_open=0)
+        health.answered(facts, counts, is_paused=False, num_open=0)
+        assert health.state is expected
+
+
 class LifeMachine(RuleBasedStateMachine):
     """A second each tick. `silent_s` is how long the engine has had requests and shown nothing."""
 

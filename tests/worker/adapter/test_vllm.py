@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http
+from worker.adapter import vllm
 from worker.adapter.api import EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.connect import connect
 from worker.adapter.vllm import VllmApi, parse_load
@@ -29,12 +32,14 @@ vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
 vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="728"} 1.0
-vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="700"} 1.0
+vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="728"} 1.0
 vllm:request_prefill_kv_computed_tokens_sum{engine="0",model_name="m"} 512.0
 vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} 2.0
 """
 
 
+PAGES = Path(__file__).parent / "vllm_pages"
+"""Pages of vLLM 0.32: the samples that are read."""
 SPECULATING = METRICS + b'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0\n'
 
 
@@ -74,7 +79,7 @@ async def test_what_it_says_of_itself(api: VllmApi, server: ScriptedHttp) -> Non
     assert await api.event_source() == EventSource("tcp://127.0.0.1:5558", None, "kv")
     await api.reset()
     server.answers |= {
-        "GET /kv_event_sources": JSONResponse({"1": {}}),
+        "GET /kv_event_sources": JSONResponse({"1": {"publisher": "null"}}),
         "GET /health": Response(status_code=503),
         "POST /reset_prefix_cache": JSONResponse({"success": False}),
     }
@@ -165,19 +170,72 @@ async def test_which_speculation_drops_the_last_block(
 
 def test_load_of_a_rank() -> None:
     zero, one = parse_load(METRICS, 0), parse_load(METRICS, 1)
-    assert (zero.num_running, zero.num_waiting, zero.num_blocks, zero.block_size, zero.usage) == (3, 1, 728, 32, 0.25)
-    assert (zero.prefill_tokens, zero.prefill_s, zero.started_s) == (512.0, 2.0, 1795317799.93)
-    assert (one.num_running, one.num_waiting, one.num_blocks, one.usage) == (5, 0, 700, 0.5)
+    assert (zero.num_running, zero.num_waiting, zero.num_blocks, zero.block_size, zero.usage) == (3, 1, 364, 32, 0.25)
+    assert (zero.prefill_tokens, zero.prefill_s, zero.started_s, zero.ranks) == (512.0, 2.0, 1795317799.93, (0, 1))
+    assert (one.num_running, one.num_waiting, one.num_blocks, one.usage) == (5, 0, 364, 0.5)
+    assert parse_load(METRICS, None) == zero
     assert not zero.speculates
     assert parse_load(SPECULATING, 0).speculates
-    for broken in (b"", b"<html>", METRICS.replace(b"728", b"None"), METRICS.replace(b"num_requests_running", b"x")):
+    for broken in (b"", b"<html>", METRICS.replace(b"728", b"None"), METRICS.replace(b"cache_config", b"x")):
         with pytest.raises(EngineLostError, match="not vLLM's"):
             parse_load(broken, 0)
+    with pytest.raises(EngineRefusedError, match=r"--engine-rank 2: this server has the ranks 0, 1"):
+        parse_load(METRICS, 2)
+
+
+@pytest.mark.parametrize(
+    ("page", "rank", "expected"),
+    [
+        ("two_api_servers_idle", None, (0, 0, 0.0, 64, 0.0, (0,))),
+        ("two_api_servers_used", None, (0, 0, 0.0, 64, 9 + 98, (0,))),
+        ("two_ranks_idle", 0, (0, 0, 0.0, 64, 0.0, (0, 1))),
+        ("two_ranks_idle", 1, (0, 0, 0.0, 64, 0.0, (0, 1))),
+        ("two_ranks_used", 0, (0, 0, 0.0, 64, 6 + 76, (0, 1))),
+        ("two_ranks_used", 1, (0, 0, 0.0, 64, 3 + 54, (0, 1))),
+    ],
+)
+def test_pages_of_real_servers(page: str, rank: int | None, expected: tuple[Any, ...]) -> None:
+    """With several API servers, no gauge has a sample before the first request, and no process its start."""
+    load = parse_load((PAGES / f"{page}.txt").read_bytes(), rank)
+    found = (load.num_running, load.num_waiting, load.usage, load.num_blocks, load.work, load.ranks)
+    assert (found, load.block_size, load.started_s) == (expected, 32, 0.0)
+    assert load.reuses_prefixes
+    assert not load.sleeps
+
+
+FAMILIES = sorted({name for name, _, _ in vllm._SAMPLE.findall(METRICS)} - {vllm._CACHE_CONFIG})
+
+
+@given(st.sets(st.sampled_from(FAMILIES)), st.sampled_from([0, 1]))
+def test_any_family_but_one_may_be_absent(absent: set[bytes], rank: int) -> None:
+    """Its count is 0 then, and no other count changes."""
+    lines = METRICS.splitlines(keepends=True)
+    page = b"".join([line for line in lines if not any(line.startswith(name) for name in absent)])
+    whole, load = parse_load(METRICS, rank), parse_load(page, rank)
+    names = {vllm._GAUGES.get(name) or vllm._TOTALS[name] for name in absent}
+    assert load == replace(whole, **dict.fromkeys(names, 0))
+
+
+@given(st.data())
+def test_samples_of_several_processes(data: st.DataObject) -> None:
+    """Processes share a total, and report the same gauge: as now, or as it was."""
+    page = METRICS
+    for name, labels, value in vllm._SAMPLE.findall(METRICS):
+        if not labels or name == vllm._CACHE_CONFIG:
+            continue
+        first = data.draw(st.integers(0, int(float(value) * 4))) / 4
+        second = float(value) - first if name in vllm._TOTALS else float(value)
+        line = b"%b{%b} %b\n" % (name, labels, value)
+        parts = [b'%b{%b,pid="%d"} %f\n' % (name, labels, pid, part) for pid, part in ((7, first), (9, second))]
+        page = page.replace(line, b"".join(data.draw(st.permutations(parts))))
+    assert page != METRICS
+    for rank in (0, 1):
+        assert parse_load(page, rank) == parse_load(METRICS, rank)
 
 
 @given(st.binary(max_size=300), st.integers(0, len(METRICS)))
 def test_broken_metrics_are_an_error_of_the_engine(noise: bytes, at: int) -> None:
-    with contextlib.suppress(EngineLostError):
+    with contextlib.suppress(EngineLostError, EngineRefusedError):
         parse_load(METRICS[:at] + noise + METRICS[at:], 0)
 
 
