@@ -56,7 +56,7 @@ class PublicApi:
         """The endpoints that run a model, by path; all take POST."""
 
     def routes(self) -> list[Route]:
-        models, texts = ModelsApi(self._models), TokenizeApi(self._models, self.services.ignored_tools)
+        models, texts = ModelsApi(self._models), TokenizeApi(self.services)
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()),
             Route(f"{MESSAGES_PATH}/count_tokens", self._messages.count, methods=["POST"]),

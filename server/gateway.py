@@ -154,7 +154,7 @@ class Gateway:
             ignored_tools,
             self._tracing,
             config.clamp_max_tokens,
-            EngineTexts(self.models, self._client, self.fleet, ignored_tools, config).prepare,
+            EngineTexts(self.models, self._client, self.fleet, ignored_tools, config),
         )
         self.api = PublicApi(self.endpoint, self.fleet.live_workers)
 
@@ -238,7 +238,7 @@ class Gateway:
         yield "fleet", self.fleet.run
         yield "feed", self.feed.run
         yield "workers needed", lambda: self.workers_needed.follow(self.router)
-        yield "models", lambda: self.models.follow(self.fleet.present, FOLLOW_INTERVAL_S)
+        yield "models", lambda: self.models.follow(self.fleet.known, FOLLOW_INTERVAL_S)
         yield "stall watch", self.watch.run
         yield "keep-alive", self.keep_alive.run
         yield "delay", lambda: sample_delay(self.metrics.delayed)

@@ -101,12 +101,17 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
     async def count(self, http_request: Request) -> Response:
         """Count the prompt that a body would send, even one that no context holds. Raises ApiError."""
         require_json(http_request.scope["headers"])
-        intent = await self.read_to_count(await http_request.body())
-        ignored, param = self._services.ignored_tools.take(intent), intent.names.messages
-        model = self._model(intent.fields.model, identity_of(http_request.scope))
-        rendered = await render_chat(intent.conversation, model)
-        ids = await encode_any(rendered.text, model, param, client_offsets=rendered.client_offsets)
-        num_tokens = len(TokenLimits(intent.fields, param).truncated(ids))
+        body, identity = await http_request.body(), identity_of(http_request.scope)
+        path = http_request.scope["path"].rpartition("/")[0]
+        if (prepared := await self._services.engine_text.prepare(path, body, identity, counts=True)) is not None:
+            num_tokens, ignored = len(prepared.specs[0].prompt_ids), prepared.ignored
+        else:
+            intent = await self.read_to_count(body)
+            ignored, param = self._services.ignored_tools.take(intent), intent.names.messages
+            model = self._model(intent.fields.model, identity)
+            rendered = await render_chat(intent.conversation, model)
+            ids = await encode_any(rendered.text, model, param, client_offsets=rendered.client_offsets)
+            num_tokens = len(TokenLimits(intent.fields, param).truncated(ids))
         return json_response(self.counted | {"input_tokens": num_tokens}, ignored_header(ignored))
 
     counted: ClassVar[dict[str, Any]] = {}

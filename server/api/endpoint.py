@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Protocol
 
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
@@ -37,9 +37,23 @@ from server.request_context import CURRENT, RequestContext
 from server.usage.account import Account
 from worker.common.tracing import Tracing
 
-PrepareEngineText = Callable[[str, bytes, Identity], Awaitable["PreparedRequest | None"]]
 PART_BYTES: Final = 1 << 18
 """The chunk size of a long unstreamed response, which goes out as it is written."""
+
+
+class EngineText(Protocol):
+    """Requests whose text an engine writes."""
+
+    async def prepare(
+        self, path: str, body: bytes, identity: Identity, *, counts: bool = False
+    ) -> PreparedRequest | None:
+        """Return the request with its prompt; None if the gateway writes the text. Raises ApiError.
+
+        `counts`: only the prompt is wanted, whatever length the answer should have.
+        """
+
+    async def has_other_template(self, model: ServedModel) -> bool:
+        """Return whether the model's engines render chats otherwise than the gateway."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +66,7 @@ class EndpointServices:
     tracing: Tracing | None
     clamps_max_tokens: bool
     """`max_tokens` of chats and completions is cut to what fits, as always for messages and responses."""
-    engine_text: PrepareEngineText
-    """Prepares the requests whose text an engine writes, and returns None for others."""
+    engine_text: EngineText
     open_responses: set[ResponseStream] = field(default_factory=set)
     """The responses being written now."""
     preparing: set[CancelOnDisconnect] = field(default_factory=set)
@@ -191,7 +204,7 @@ class GenerateEndpoint(ABC):
         """Prepare a request, also for an engine's text, for the revision that serves now. Raises ApiError."""
         while True:
             with suppress(RevisionGoneError):  # gone while its engine renders the prompt
-                request = await self._services.engine_text(path, body, identity)
+                request = await self._services.engine_text.prepare(path, body, identity)
                 return await self.prepare(body, identity) if request is None else request
 
     async def _generations(

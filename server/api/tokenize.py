@@ -5,6 +5,7 @@ They return the tokens that the model would see, the text of tokens, and the tok
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -13,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.chat import render_chat
+from server.api.endpoint import EndpointServices
 from server.api.formatting import encode_json, json_response, token_text
-from server.api.prompts.ignored_tools import IgnoredTools, ignored_header
+from server.api.prompts.ignored_tools import ignored_header
 from server.api.prompts.limits import MAX_COUNTED_TOKENS, encode_any
 from server.api.prompts.params import in_vocabulary
 from server.auth.identity import Identity, identity_of
 from server.event_loop import sliced
-from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.schema.decoding import TextLimit, invalid, read_json, require_json
 from server.schema.fields import TokenId
@@ -40,31 +41,38 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 _TEXT: Final = msgspec.json.Decoder(TokenizeRequest)
+_CHAT: Final = "/v1/chat/completions"
+_OWN: Final = ("prompt", "return_token_strs")
+"""Fields that chats do not have."""
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _IDS: Final = msgspec.json.Decoder(DetokenizeRequest)
 
 
 class TokenizeApi:
-    def __init__(self, models: Models, ignored_tools: IgnoredTools) -> None:
-        self._models = models
-        self._ignored_tools = ignored_tools
+    def __init__(self, services: EndpointServices) -> None:
+        self._services = services
+        self._models = services.models
 
     async def tokenize(self, http_request: Request) -> Response:
         """Tokenise a prompt, or messages through the chat template. Raises ApiError."""
         identity = identity_of(http_request.scope)
         request: TokenizeRequest = await self._read(http_request, _TEXT)
+        ids: Sequence[int]
         ignored = ""
         if memoryview(request.messages)[:5].tobytes() != b"null":
             if request.prompt is not None:
                 raise invalid("prompt", "and messages exclude each other: give one of them")
-            model = self._model(request.model, identity)
-            body = await http_request.body()
-            if not request.model:
-                body = encode_json({**_FIELDS.decode(body), "model": model.name})
-            intent = (await CHAT.read(body, TextLimit)).intent()
-            ignored = self._ignored_tools.take(intent)
-            rendered = await render_chat(intent.conversation, model)
-            ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
+            name = request.model or self._only_model(identity).name
+            fields = {key: item for key, item in _FIELDS.decode(await http_request.body()).items() if key not in _OWN}
+            body = encode_json(fields | {"model": name})
+            if (prepared := await self._services.engine_text.prepare(_CHAT, body, identity, counts=True)) is not None:
+                model, ids, ignored = prepared.specs[0].model, prepared.specs[0].prompt_ids, prepared.ignored
+            else:
+                model = self._models.readable(name, identity)
+                intent = (await CHAT.read(body, TextLimit)).intent()
+                ignored = self._services.ignored_tools.take(intent)
+                rendered = await render_chat(intent.conversation, model)
+                ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
         elif request.prompt is None:
             raise invalid("prompt", "is required")
         else:
@@ -72,8 +80,9 @@ class TokenizeApi:
             ids = await encode_any(request.prompt, model, "prompt", add_bos=request.add_special_tokens is not False)
         texts = None
         if request.return_token_strs:
+            model.check_readable(model.name)
             texts = [token_text(model.tokenizer.token_bytes, id_) async for id_ in sliced(ids)]
-        answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts}
+        answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": list(ids), "token_strs": texts}
         return json_response(answer, ignored_header(ignored))
 
     async def detokenize(self, http_request: Request) -> Response:
@@ -97,7 +106,9 @@ class TokenizeApi:
             "add_bos_token": bundle.add_bos,
             "vocab_size": bundle.vocab_size,
             "model_max_length": model.max_model_len,
-            "chat_template": bundle.chat_template,
+            "chat_template": None
+            if await self._services.engine_text.has_other_template(model)
+            else bundle.chat_template,
         }
         return json_response(info)
 
@@ -109,9 +120,13 @@ class TokenizeApi:
         """Return the model named, or the only one that this key may use."""
         if name:
             return self._models.readable(name, identity)
+        model = self._only_model(identity)
+        model.check_readable(model.name)
+        return model
+
+    def _only_model(self, identity: Identity) -> ServedModel:
+        """Return the only model that this key may use. Raises InvalidRequestError."""
         models = {id(model): model for _, model in self._models.names(identity) if not model.adapter}
         if len(models) != 1:
             raise invalid("model", "is required")
-        model = next(iter(models.values()))
-        model.check_readable(model.name)
-        return model
+        return next(iter(models.values()))

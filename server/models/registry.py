@@ -51,6 +51,8 @@ NUM_NAMED: Final = 8
 
 Revision = tuple[str, str]
 """A model's name, and the namespace that its workers announce."""
+KnownWorker = tuple[WorkerMember, bool | None]
+"""A worker, and whether it is ready; None: it is lost."""
 
 
 def _url_and_epoch(member: WorkerMember) -> tuple[str, str]:
@@ -228,21 +230,21 @@ class Models:
         again_s, _ = self._failed.get(_url_and_epoch(member), (0.0, ""))
         return _revision(member) not in self._revisions and again_s <= time.monotonic()
 
-    async def follow(self, workers: Callable[[], Sequence[tuple[WorkerMember, bool]]], interval_s: float) -> None:
+    async def follow(self, workers: Callable[[], Sequence[KnownWorker]], interval_s: float) -> None:
         """Learn the models of all workers, a few at a time, first from those not asked lately. Never returns.
 
-        `workers` returns those that are not gone; True for each that is ready.
+        `workers` returns all that are known.
         """
         learning: dict[asyncio.Task[ServedModel | None], WorkerMember] = {}
         asked_s: dict[tuple[str, str], float] = {}
         async with asyncio.TaskGroup() as group:
             while True:
-                present = workers()
-                self.choose(present)
+                known = workers()
+                self.choose(known)
                 learning = {task: member for task, member in learning.items() if not task.done()}
                 busy = {_url_and_epoch(member) for member in learning.values()}
                 num_of = Counter(_revision(member) for member in learning.values())
-                ready = [member for member, is_ready in present if is_ready]
+                ready = [member for member, is_ready in known if is_ready]
                 new = [member for member in ready if self._is_new(member) and _url_and_epoch(member) not in busy]
                 begun: set[Revision] = set()
                 for member in sorted(new, key=lambda each: asked_s.get(_url_and_epoch(each), 0.0)):
@@ -259,16 +261,20 @@ class Models:
                             del asked_s[next(iter(asked_s))]
                 await asyncio.sleep(interval_s)
 
-    def choose(self, present: Sequence[tuple[WorkerMember, bool]]) -> None:
+    def choose(self, known: Sequence[KnownWorker]) -> None:
         """Choose the revision of each model that serves, and take what its workers can do from them."""
         members_of: defaultdict[Revision, list[WorkerMember]] = defaultdict(list)
         started_ms: defaultdict[Revision, list[int]] = defaultdict(list)
-        for member, is_ready in present:
+        longest = Counter[Revision]()
+        for member, is_ready in known:
             if (key := _revision(member)) in self._revisions:
+                longest[key] = max(longest[key], member.max_model_len)
+                if is_ready is None:
+                    continue
                 members_of[key].append(member)
                 if is_ready:
                     started_ms[key].append(member.epoch_started_ms)
-        new = [member for member, is_ready in present if is_ready and _revision(member) not in self._revisions]
+        new = [member for member, is_ready in known if is_ready and _revision(member) not in self._revisions]
         self._learning = {member.model for member in new if _url_and_epoch(member) not in self._failed}
         best: dict[str, tuple[int, int, str]] = {}
         for (name, namespace), starts in started_ms.items():
@@ -278,7 +284,7 @@ class Models:
                 log.info("model %s: its revision %s serves now: ready workers: %d", name, namespace, num_ready)
                 self._by_name[name] = self._revisions[name, namespace]
         for key, members in members_of.items():
-            if (facts := WorkerFacts.of(members)) != self._revisions[key].facts:
+            if (facts := WorkerFacts.of(members, longest[key])) != self._revisions[key].facts:
                 self._revisions[key] = replace(self._revisions[key], facts=facts)
         kept = {key: model for key, model in self._revisions.items() if key in members_of or self.is_served(model)}
         self._revisions = kept

@@ -38,9 +38,12 @@ class WorkerFacts:
     """Further names of the model, at its engines."""
     engine_paths: tuple[str, ...] = ()
     """The APIs of their engines."""
+    max_model_len: int = 0
+    """The longest context of a known worker, also of one that is lost; 0: none is known."""
 
     @staticmethod
-    def of(members: Iterable[WorkerMember]) -> WorkerFacts:
+    def of(members: Iterable[WorkerMember], max_model_len: int = 0) -> WorkerFacts:
+        """`max_model_len`: the longest context among those that are lost."""
         members = list(members)
         capabilities = frozenset([name for member in members for name in member.capabilities])
         return WorkerFacts(
@@ -48,6 +51,7 @@ class WorkerFacts:
             max([member.embedding_size for member in members], default=0),
             frozenset([name for member in members for name in member.aliases]),
             tuple(sorted([name for name in capabilities if name.startswith("/")])),
+            max([max_model_len, *[member.max_model_len for member in members]]),
         )
 
 
@@ -93,7 +97,7 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int:
-        return self.bundle.max_model_len
+        return self.facts.max_model_len or self.bundle.max_model_len
 
     def check_readable(self, name: str) -> None:
         """Raises InvalidRequestError if only the engine can read the vocabulary. `name`: as the client calls it."""

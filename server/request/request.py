@@ -180,7 +180,11 @@ class Generation:
             request = replace(request, ttft_budget_s=self._ttft_budget_s)
         if full or self.worker is not None:
             excluded, all_full = history.excluded.union(full), history.full.union(full)
-            request = replace(request, excluded=excluded, full=all_full, is_retry=self.worker is not None)
+            num_tokens = max(request.num_context_tokens, history.least_context)
+            is_retry = self.worker is not None
+            request = replace(
+                request, excluded=excluded, full=all_full, is_retry=is_retry, num_context_tokens=num_tokens
+            )
         if resumed:
             longest = max(len(choice.output_ids) for choice in self.choices if not choice.done)
             num_tokens = max(request.num_context_tokens, len(self.spec.prompt_ids) + longest + 1)

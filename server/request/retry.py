@@ -85,6 +85,8 @@ class AttemptHistory:
         """Workers lost during the request's prefill; above 0 it is a poison candidate."""
         self.full: frozenset[WorkerIncarnation] = frozenset()
         """Excluded only because their queue was full."""
+        self.least_context = 0
+        """Workers with a shorter context cannot take the request."""
         self._refusals: list[WorkerRefused] = []
         self._num_refusals = 0
         self._num_readmissions = 0
@@ -98,7 +100,10 @@ class AttemptHistory:
     def failed(self, worker: WorkerMember, error: WorkerRefused | WorkerFailed | WorkerLost) -> None:
         """Record how the attempt failed. Raises ApiError when no other may follow."""
         failure: ApiError | None = None
+        is_too_long = not isinstance(error, WorkerLost) and error.failed.code == "context_length_exceeded"
         match error:
+            case _ if is_too_long and worker.max_model_len < self._spec.model.max_model_len:
+                self.least_context = worker.max_model_len + 1
             case WorkerRefused(status=401 | 403):  # a worker of another fleet
                 failure = self._lost(worker, WorkerAbsent(str(error)))
             case WorkerRefused():

@@ -190,5 +190,9 @@ def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError | TtftBudgetEr
     able = [worker for worker in workers if decision.request.needs.issubset(worker.member.capabilities)] or workers
     reasons = sorted({str(worker.guard) for worker in able})
     message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"
-    longest = max(worker.member.max_model_len for worker in able) if reasons == [TOO_SHORT] else None
-    return NoWorkerError(message, longest_context=longest)
+    if reasons != [TOO_SHORT]:
+        return NoWorkerError(message)
+    request = decision.request
+    longest = fleet.longest_context(model, request.namespace, request.needs)
+    is_too_long = max(request.num_prompt_tokens, request.num_context_tokens) > longest
+    return NoWorkerError(message, longest_context=longest if is_too_long else None)

@@ -209,14 +209,19 @@ class Fleet:
         workers.sort(key=lambda worker: not worker.is_live)
         return [worker.member for worker in workers]
 
-    def present(self) -> list[tuple[WorkerMember, bool]]:
-        """Return the workers that are not gone; True for each that could be sent a request."""
-        workers = [worker for worker in self._workers.values() if not worker.is_gone]
-        return [(worker.member, worker.is_live and not worker.load.draining) for worker in workers]
+    def known(self) -> list[tuple[WorkerMember, bool | None]]:
+        """Return the workers that have not left; True for each that could be sent a request, None for a lost one."""
+        workers = [w for w in self._workers.values() if not (w.is_gone and w.load.draining)]
+        return [(w.member, None if w.is_gone else w.is_live and not w.load.draining) for w in workers]
+
+    def longest_context(self, model: str, namespace: str | None, needs: frozenset[str]) -> int:
+        """Return the longest context of the known workers that can serve these needs, if they are back."""
+        known = [each for each, _ in self.known() if each.model == model and namespace in (None, each.namespace)]
+        return max([each.max_model_len for each in known if needs.issubset(each.capabilities)], default=0)
 
     def live_workers(self, model: str | None = None) -> list[WorkerMember]:
         """Return the workers that could be sent a request."""
-        return [member for member, is_ready in self.present() if is_ready and model in (None, member.model)]
+        return [member for member, is_ready in self.known() if is_ready and model in (None, member.model)]
 
     def may_have(self, name: str) -> bool:
         """Return False only if certainly no worker serves a model or an adapter of this name."""

@@ -52,7 +52,8 @@ class PlainRouter:
 
     async def place(self, request: RouteRequest) -> Placement:
         for member in self.members:
-            if (member.worker_id, member.epoch) not in request.excluded and request.numerics in (None, member.numerics):
+            fits = request.num_context_tokens <= member.max_model_len and request.numerics in (None, member.numerics)
+            if fits and (member.worker_id, member.epoch) not in request.excluded:
                 estimate = WorkerLoadEstimate(member.epoch, 60.0)
                 about = request, member, self.promised_tokens, self.source
                 placement = RecordedPlacement(*about, 0.0, 0.0, 1.0, estimate, estimate.add(0.0, 0, 0.0))

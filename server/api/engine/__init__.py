@@ -1,1 +1,1 @@
-"""Requests whose text an engine writes. Other packages call only `EngineTexts.prepare`."""
+"""Requests whose text an engine writes. Other packages call it by `EngineText`."""

@@ -31,7 +31,7 @@ from worker.wire import EngineCall, Rendered
 
 UNREAD: Final = frozenset({"model", "stop", "stop_sequences", "structured_outputs", "user", "metadata", "cache_salt"})
 """Fields of a body that no prompt has."""
-_LENGTHS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "truncate_prompt_tokens")
+LENGTHS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "truncate_prompt_tokens")
 """Fields that would refuse or cut a prompt of another length."""
 _IN_NAMES: Final = re.compile(r"[\w\s./-]", re.ASCII)
 _SAFE: Final = "0"
@@ -69,7 +69,7 @@ def _check_template(body: dict[str, Any]) -> None:
 
 def _with_any_length(call: EngineCall, body: dict[str, Any]) -> EngineCall:
     """Return a call of a body that asks for one token, so that a slightly longer prompt fits too."""
-    kept = {name: value for name, value in body.items() if name not in _LENGTHS}
+    kept = {name: value for name, value in body.items() if name not in LENGTHS}
     length = "max_output_tokens" if call.path == RESPONSES_PATH else "max_tokens"
     return msgspec.structs.replace(call, body=encode_json(kept | {length: 1}))
 

@@ -23,8 +23,8 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from cache.records import Candidate
-from server.api.endpoint import PreparedRequest
-from server.api.engine.control import check_control_tokens
+from server.api.endpoint import EngineText, PreparedRequest
+from server.api.engine.control import LENGTHS, check_control_tokens
 from server.api.engine.media import CHAT_PATH, Media, read_media, with_small_images
 from server.api.engine.prompts import EnginePrompts
 from server.api.engine.shapes import LEADS, TEXTS, EngineShapes
@@ -78,6 +78,7 @@ _PREFIXES: Final = {
     **dict.fromkeys(POOLING_PATHS, "pool-"),
 }
 """The beginnings of answers' ids, by the engine's route."""
+_COMPLETION_TOKENS: Final = 16  # OpenAI's default, which engines add to the prompt as if it were asked for
 _BYTES_PER_TOKEN: Final = 4  # of usual English, as a guess before the engine has counted
 _OWN_FIELDS: Final = ("model", "priority", "request_id", "stream_options")
 """Fields of a body that the gateway or the adapter writes. The salt stays, for the engine to check."""
@@ -105,6 +106,8 @@ class _Known(Struct):
     """The fields of a body that the gateway needs, of whatever API."""
 
     n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     encoding_format: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -138,7 +141,7 @@ class _EngineBody(NamedTuple):
 _known_of: Final = msgspec.json.Decoder(_Known, strict=False).decode
 
 
-class EngineTexts:
+class EngineTexts(EngineText):
     """Prepares the requests whose text an engine writes. Owned by the gateway."""
 
     def __init__(
@@ -153,16 +156,15 @@ class EngineTexts:
         self._prompts = EnginePrompts()
         self._shapes = EngineShapes(self._prompts, is_strict=config.strict_template)
 
-    async def prepare(self, path: str, body: bytes, identity: Identity) -> PreparedRequest | None:
-        """Render a body's prompt and apply the gateway's own rules. None: the gateway writes the text itself.
-
-        Raises ApiError.
-        """
+    async def prepare(
+        self, path: str, body: bytes, identity: Identity, *, counts: bool = False
+    ) -> PreparedRequest | None:
+        """Render a body's prompt and apply the gateway's own rules."""
         path = ENGINE_PATHS.get(path, path)
         if not self._models.has_engine_text or path not in _PREFIXES:
             return None
         with trace_stage("validate"):
-            asked = await self._read(path, body, identity)
+            asked = await self._read(path, body, identity, counts=counts)
         if asked is None:
             return None
         sent, ignored = await self._repaired(asked)
@@ -180,7 +182,11 @@ class EngineTexts:
         spec = _spec(call, asked, identity, rendered)
         return PreparedRequest((spec,), EngineFormatter(path, spec.request_id), call.streams, ignored)
 
-    async def _read(self, path: str, body: bytes, identity: Identity) -> _EngineBody | None:
+    async def has_other_template(self, model: ServedModel) -> bool:
+        engines = {each.member.chat_probes for each in self._able(model, _needs(model, CHAT_PATH))}
+        return bool(engines) and not await self._prompts.shares_template(engines, model)
+
+    async def _read(self, path: str, body: bytes, identity: Identity, *, counts: bool) -> _EngineBody | None:
         """Decode and check a body. None: the gateway writes the text itself. Raises ApiError."""
         limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
         name = (await read_json(body, head_of, lambda: with_images(limit(), self._config))).model
@@ -193,6 +199,9 @@ class EngineTexts:
         rules = self._config if {path, IMAGES} <= model.facts.capabilities and path in TEXTS else None
         with _decoding():
             fields, body_error = _fields_of(body), None
+            if counts:
+                fields = {name: value for name, value in fields.items() if name not in LENGTHS}
+                fields["max_output_tokens" if path == RESPONSES_PATH else "max_tokens"] = Raw(b"1")
             try:
                 known = _known_of(body)
             except msgspec.ValidationError as error:  # the engine refuses it in its own words
@@ -212,7 +221,7 @@ class EngineTexts:
             sent = _body(asked)
             if path not in TEXTS or asked.error is not None:
                 return sent, ""
-            digests = frozenset(each.member.chat_probes for each in self._able(model, path))
+            digests = frozenset(each.member.chat_probes for each in self._able(model, _needs(model, path)))
             sent, ignored = self._without_vendors(path, sent, model)
             sent, repairs = await self._shapes.repaired(path, sent, model, digests, partial(self._render, model=model))
         CURRENT.get().repairs = repairs
@@ -222,7 +231,7 @@ class EngineTexts:
         """Return the prompt of a call, without control tokens of the client. Raises ApiError."""
         model, gateway_prompt = asked.model, None
         if call.path == CHAT_PATH and asked.error is None and not asked.media.images:
-            gateway_prompt = await self._prompts.render(sent, model, self._able(model, call.path))
+            gateway_prompt = await self._prompts.render(sent, model, self._able(model, _needs(model, call.path)))
         rendered = gateway_prompt or await self._rendered(call, asked.media, model)
         if asked.error is not None:
             raise located(str(asked.error))
@@ -261,38 +270,47 @@ class EngineTexts:
             raise InvalidRequestError(message, param=media.images[0].param)
         return rendered
 
-    def _able(
-        self, model: ServedModel, path: str, *, has_images: bool = False, are_silent: bool = False
-    ) -> list[Candidate]:
-        """Return the workers, live or silent, whose engine has the route and the model's adapter."""
+    def _able(self, model: ServedModel, needs: frozenset[str], *, are_silent: bool = False) -> list[Candidate]:
+        """Return the workers, live or silent, that can serve these needs."""
         name, revision = model.name, model.fingerprint
         found = self._fleet.silent(name, revision) if are_silent else self._fleet.candidates(name, None, revision)
-        needs = needs_of(EngineCall(path, b""), None, [IMAGES] * has_images, model.adapter)
         return [each for each in found if needs.issubset(each.member.capabilities)]
 
     async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool = False) -> Rendered:
-        """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError.
+        """Ask the least loaded worker of the longest context for the prompt's ids, and others if it is lost.
+
+        Raises ApiError.
 
         Silent workers, and another revision that is learnt, are waited for.
         """
         num_lost = num_waits = 0
+        needs = _needs(model, call.path, has_images=has_images)
         while num_lost < MAX_RENDER_ATTEMPTS and num_waits <= MAX_WAITS:
-            candidates = self._able(model, call.path, has_images=has_images)
+            candidates = self._able(model, needs)
+            longest = max([each.member.max_model_len for each in candidates], default=0)
+            candidates = [each for each in candidates if each.member.max_model_len == longest]
             candidates.sort(key=lambda each: (each.load.num_waiting, each.load.num_running, random.random()))
             for candidate in candidates[:MAX_RENDER_ATTEMPTS]:
                 try:
                     return await self._client.render(candidate.member.url, call)
                 except (WorkerRefused, WorkerLost) as error:
                     if isinstance(error, WorkerRefused) and not error.failed.retryable:
+                        is_longest = longest == self._fleet.longest_context(model.name, model.fingerprint, needs)
+                        if error.failed.code == "context_length_exceeded" and not is_longest:
+                            break  # a worker with a longer context is away
                         raise _refusal(error) from error
                     num_lost += isinstance(error, WorkerLost) and not isinstance(error, WorkerAbsent)
                     log.info("worker %s rendered no prompt: %s", candidate.member.worker_id, error)
             if not self._models.is_served(model):
                 raise RevisionGoneError
-            silent = self._able(model, call.path, has_images=has_images, are_silent=True)
+            silent = self._able(model, needs, are_silent=True)
             num_waits += not (silent or self._models.is_learning(model.name))
             await asyncio.sleep(PAUSE_S)
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
+
+
+def _needs(model: ServedModel, path: str, *, has_images: bool = False) -> frozenset[str]:
+    return needs_of(EngineCall(path, b""), None, [IMAGES] * has_images, model.adapter)
 
 
 @contextmanager
@@ -389,15 +407,18 @@ def _spec(call: EngineCall, asked: _EngineBody, identity: Identity, rendered: Re
         is_resumable=call.path in (CHAT_PATH, COMPLETIONS_PATH) and num_choices == 1 and not (is_stateful or media),
         num_tokens=0 if rendered is not None else min(len(call.body) // _BYTES_PER_TOKEN, model.max_model_len - 1),
     )
+    num_demanded = known.max_tokens if known.max_completion_tokens is None else known.max_completion_tokens
+    if call.path == COMPLETIONS_PATH and "max_tokens" not in asked.fields:
+        num_demanded = _COMPLETION_TOKENS
     if rendered is None:
         return replace(new_spec(id_, model, identity, known, "input"), text_request=text_request)
     return replace(
         new_spec(id_, model, identity, known, "prompt" if call.path == COMPLETIONS_PATH else "messages"),
         prompt_ids=rendered.prompts[0],
         seeds=choice_seeds(0, num_choices),
-        sampling=SamplingParams(max_tokens=rendered.max_tokens[0]),
+        sampling=SamplingParams(max_tokens=num_demanded or rendered.max_tokens[0]),
         grammar_param="response_format",
-        clamps_max_tokens=True,
+        clamps_max_tokens=num_demanded is None,
         text_request=text_request,
         media=media,
     )

@@ -66,9 +66,14 @@ class EngineWorker(ScriptedWorker):
     """It answers neither polls nor calls."""
     apis: tuple[str, ...] | None = None
     """The engine's; by default all. Without any, the worker is one with Headstart's engine."""
+    max_model_len: int = 0
+    """0: that of the bundle."""
 
     def member(self) -> WorkerMember:
-        return replace(super().member(), capabilities=(APIS if self.apis is None else self.apis) or (TOKENS,))
+        member = super().member()
+        longest = self.max_model_len or member.max_model_len
+        capabilities = (APIS if self.apis is None else self.apis) or (TOKENS,)
+        return replace(member, capabilities=capabilities, max_model_len=longest)
 
     def app(self) -> Starlette:
         app = super().app()

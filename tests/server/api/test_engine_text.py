@@ -342,8 +342,9 @@ async def test_vocabularies_that_only_the_engine_reads(engines: list[EngineWorke
             "/tokenize": {"prompt": "a"},
             "/detokenize": {"tokens": [1]},
             "/v1/embeddings": {"input": "a"},
-            "/v1/messages/count_tokens": {"messages": message},
         }
+        status, _, _ = await post(target.url, chat(), "/v1/messages/count_tokens")
+        assert status == 200, "the engine counts"
         for path, fields in routes.items():
             status, _, raw = await post(target.url, {"model": "tiny"} | fields, path)
             assert (status, b"only its engine can read" in raw) == (400, True), (path, raw)

@@ -208,10 +208,10 @@ class Revisions(RuleBasedStateMachine):
 
     async def _follow(self) -> None:
         await self.fleet.poll()
-        for member, is_ready in self.fleet.present():
+        for member, is_ready in self.fleet.known():
             if is_ready:
                 await self.models.admit(member)
-        self.models.choose(self.fleet.present())
+        self.models.choose(self.fleet.known())
 
     # --- what holds --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.records import WorkerLoad
-from cache.types import GatewayId
+from cache.types import GatewayId, WorkerId
 from server.router.load_tracker import FifoLoadEstimate, WorkerLoadEstimate
 from server.router.types import NoWorkerError
 from tests.server.router.fleets import RATE, Fleets, chain, member
@@ -68,6 +68,21 @@ async def test_a_request_goes_where_the_context_holds_what_it_demands() -> None:
     with pytest.raises(NoWorkerError) as caught:
         await fleets.place(chain(3), num_context_tokens=150)
     assert caught.value.longest_context is None, "another time it would fit"
+
+
+async def test_a_lost_worker_may_bring_its_context_back() -> None:
+    """A request that only a lost worker could take waits as any other. One above the longest known context does not."""
+    fleets = Fleets()
+    fleets.index.register(member("a", max_model_len=100))
+    fleets.index.register(member("b", max_model_len=200))
+    await fleets.fleet.poll()
+    fleets.fleet.report_failure(WorkerId("b"))
+    fleets.states["http://b:8000"] = ConnectionRefusedError()
+    await fleets.fleet.poll()
+    for num_tokens, longest in ((150, None), (201, 200)):
+        with pytest.raises(NoWorkerError, match="context too short") as caught:
+            await fleets.place(chain(3), num_context_tokens=num_tokens)
+        assert caught.value.longest_context == longest
 
 
 async def test_each_worker_has_its_own_order_of_prefills() -> None:

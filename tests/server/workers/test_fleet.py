@@ -137,7 +137,7 @@ async def test_only_polls_make_a_worker_silent() -> None:
     await fleets.fleet.poll()
     assert fleets.fleet.candidates("m", None) == []
     assert names(fleets.fleet.silent("m", "n")) == {"a"}
-    assert fleets.fleet.present() == [(member("a"), False)]
+    assert fleets.fleet.known() == [(member("a"), False)]
 
 
 async def test_a_lease_is_no_answer() -> None:
@@ -186,7 +186,8 @@ async def test_a_worker_that_is_not_at_its_address_is_gone(absent: Exception) ->
     await fleets.fleet.poll()
     found = fleets.index.memory.match([], "m")
     assert names(found) == {"z"}
-    assert fleets.fleet.candidates("m", found) == [] == fleets.fleet.present() == fleets.fleet.silent("m", "n")
+    assert fleets.fleet.candidates("m", found) == [] == fleets.fleet.silent("m", "n")
+    assert fleets.fleet.known() == [(member("z", url="http://z:8000"), None)]
     fleets.states["http://z:8000"] = state
     await fleets.fleet.poll()
     assert names(fleets.fleet.candidates("m", found)) == {"z"}
@@ -197,9 +198,9 @@ async def test_a_draining_worker_that_falls_silent_has_left() -> None:
     await fleets.fleet.poll()
     del fleets.states["http://z:8000"]
     await fleets.fleet.poll()
-    assert fleets.fleet.present() == [(member("z", url="http://z:8000"), False)]
+    assert fleets.fleet.known() == [(member("z", url="http://z:8000"), False)]
     await fleets.fleet.poll()
-    assert fleets.fleet.present() == []
+    assert fleets.fleet.known() == []
 
 
 async def test_a_worker_that_changes_its_namespace_has_a_new_revision() -> None:
