@@ -32,7 +32,6 @@ DEV_BENCHES: Final = {
     "route": "routing policies on recorded workloads in simulated time",
     "scale": "a fleet that follows the number of workers needed, through a simulated day",
     "speculation": "tokens per second with drafts and without, in pairs",
-    "steps": "steps bounded by time, in the engine and in simulation",
     "tiers": "the first token of a prompt whose blocks are elsewhere, and the cost of keeping blocks",
 }
 """Summary of each bench that needs a checkout."""

@@ -49,7 +49,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_slow: bool = False
     """Its engine was slow to answer recently: prefer others."""
     bounded_prefill_tokens_per_s: _Seconds = 0.0
-    """Prefill rate next to the decodes that run, where `WorkerMember.step_objective_s` bounds it; 0.0: nothing does."""
+    """Not read: workers of 0.1 send it."""
     problem: str = ""
     """Why it takes no request; empty if it does, or drains."""
 
@@ -98,7 +98,7 @@ class WorkerMember:
     index_problem: str = ""
     """Why the index never has a block of it; empty if it may have blocks."""
     step_objective_s: _Seconds = 0.0
-    """Objective for the time of a step with decodes, which bounds the prefill tokens in it; 0.0: none."""
+    """Not read: workers of 0.1 send it."""
     aliases: tuple[str, ...] = ()
     """Further names of its model, at its engine."""
     engine_block_size: Count = 0

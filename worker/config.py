@@ -32,7 +32,7 @@ Task = Literal["auto", "generate", "embed"]
 KV_DISK_BYTES: Final = 10 << 30  # the default of --kv-disk-size
 ENGINES: Final[tuple[EngineKind, ...]] = ("headstart", "vllm", "sglang")
 TASKS: Final[tuple[Task, ...]] = ("auto", "generate", "embed")
-_OWN_OPTIONS: Final = ("model", "task", "kv_disk", "kv_host_memory", "max_step_ms", "speculate")
+_OWN_OPTIONS: Final = ("model", "task", "kv_disk", "kv_host_memory", "speculate")
 """Options that only the built-in engine has."""
 
 _model = partial(option, "model")
@@ -121,9 +121,6 @@ class WorkerConfig(SharedConfig):
     prefix_cache: PrefixCache = _cache("hash", "how prefixes are reused (default hash)", choices=PREFIX_CACHES)  # noqa: RUF009 (a field)
     max_num_seqs: int = _batch(64, "choices in a step (default 64)")
     max_num_batched_tokens: int | None = _batch(None, "tokens in a step (default: 512 on a CPU, else 4096)", type=int)
-    max_step_ms: float | None = _batch(
-        None, "objective for the time between tokens: bounds prefills in steps with decodes (default: none)", type=float
-    )
     max_waiting_requests: int = _batch(1024, "requests that may wait (default 1024)")
     max_queued_tokens: int = _batch(1 << 20, "prompt tokens that may wait (default 1M)")
     max_queue_s: float = _batch(120.0, "longest estimated wait; then requests are refused (default 120)", least=0)

@@ -41,7 +41,6 @@ from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
-from worker.scheduler.step_objective import StepObjective
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, Tokens
 
 PROMPT_TOKENS: Final = 32
@@ -63,7 +62,6 @@ class Engine:
         block_size: int,
         chunk_tokens: int | None = None,
         speculation: Speculation | None = None,
-        objective: StepObjective | None = None,
     ) -> None:
         """Steps of `chunk_tokens`; None: as a worker on this device."""
         self._runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size, eos_token_ids=())
@@ -73,7 +71,7 @@ class Engine:
             max_solo_prefill_tokens=solo if chunk_tokens is None else None,
         )
         allocator = make_allocator("hash", num_blocks, block_size)
-        self._scheduler = Scheduler(allocator, limits, (), speculation, objective=objective)
+        self._scheduler = Scheduler(allocator, limits, (), speculation)
         self._num_requests = 0
         self._in_flight: deque[tuple[StepPlan, Launch[StepResult]]] = deque()
 

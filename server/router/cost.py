@@ -296,8 +296,6 @@ def _view(
     block_size, most_tokens = member.block_size, max(0, request.num_prompt_tokens - 1)  # the last one is computed
     own = context.ledger.own_blocks(member, request.hashes, estimate)
     matched_tokens = member.hit_tokens(min(max(candidate.matched_blocks, own.num_cached) * block_size, most_tokens))
-    if bounded := candidate.load.bounded_prefill_tokens_per_s:  # its steps are short while decodes run
-        tokens_per_s = max(MIN_TOKENS_PER_S, min(tokens_per_s, bounded))
     plan = peers = None
     if all_peers or candidate.tier_blocks:
         plan, peers = plan_fetch(candidate, matched_tokens, tokens_per_s, all_peers, request.num_prompt_tokens)

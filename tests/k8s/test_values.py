@@ -257,8 +257,6 @@ REFUSED = [
     ({"worker": {"vllm": {"quantization": "fp8"}}}, "quantization"),
     ({"models": [{"name": "a", "source": "x/y", "vllm": {"devMode": False}}]}, "models.a.vllm"),
     ({"models": [{"name": "a", "source": "x/y", "engine": "vllm", "maxNumSeqs": 9}]}, "models.a.maxNumSeqs"),
-    ({"models": [{"name": "a", "source": "x/y", "engine": "vllm", "maxStepMs": 9}]}, "models.a.maxStepMs"),
-    ({"worker": {"maxStepMs": -1}}, "worker.maxStepMs"),
     ({"models": [{"name": "a", "source": "x/y", "engine": "vllm", "image": {"tag": "b"}}]}, "models.a.image"),
     ({"worker": {"engine": "vllm", "vllm": {"extraArgs": ["--host=0.0.0.0"]}}}, "--host is the chart's"),
     ({"worker": {"engine": "vllm", "vllm": {"extraArgs": ["--api_key=hush"]}}}, "--api_key is the chart's"),

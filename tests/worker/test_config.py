@@ -84,8 +84,6 @@ def test_sizes(text: str, expected: int) -> None:
         (f"--redis rediss://h?ssl_ca_certs=/{'n' * 256}", "--redis: .* there is no file /n"),
         ("--redis redis://h --redis-prefix {x}", "--redis-prefix"),
         ("--num-blocks 9 --kv-cache-memory 1G", "--kv-cache-memory"),
-        ("--max-step-ms 0", "--max-step-ms"),
-        ("--max-step-ms 50 --engine vllm --engine-url http://h", "--max-step-ms"),
         ("--task embed --engine vllm --engine-url http://h", "--task"),
         ("--model x --engine vllm --engine-url http://h", "--model"),
         ("--advertise-url h:8100", "--advertise-url must begin with http:// or https://"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
-from worker.scheduler.step_objective import StepObjective
 
 BLOCK_SIZE = 4
 SHARED = [i * 7 % 99 for i in range(40)]
@@ -73,19 +71,6 @@ def test_chunked_preempted_and_evicted(model: LoadedModel, alone, prefix_cache) 
     assert run(tight, REQUESTS) == alone
     assert run(tight, REQUESTS) == alone
     assert tight.num_preempted > 0
-
-
-@pytest.mark.parametrize("max_step_s", [1e-6, 0.01])
-def test_bounded_by_time(model: LoadedModel, alone, max_step_s) -> None:
-    objective = StepObjective(max_step_s, BLOCK_SIZE)
-    bounded = engine(model, objective=objective)
-    requests = [bounded.submit(wire) for wire in REQUESTS]
-    while bounded.scheduler.has_work:
-        begun_s = time.monotonic()
-        plan = bounded.step()
-        assert plan is not None
-        objective.measure(plan.num_decode_rows, plan.prefills, time.monotonic() - begun_s)
-    assert [bounded.answer(request).tokens for request in requests] == alone
 
 
 @pytest.mark.parametrize("max_drafts", [0, 3])

@@ -60,7 +60,6 @@ WORKER: Final[dict[str, Schema]] = {
     ),
     "maxModelLen": whole("Longest prompt and answer together, in tokens; 0: the model's.", 0),
     "maxNumSeqs": whole("Sequences in a step.", 1),
-    "maxStepMs": whole("Objective for the time between tokens, in milliseconds; 0: prefills are not bounded.", 0),
     "blockSize": whole("Tokens in a block of the KV cache; the same for all workers of a model.", 1),
     "kvCacheMemory": text("Size of the KV cache; empty: by the free memory.", pattern=r"^$|^[0-9]+(\.[0-9]+)?[KMGT]$"),
     "kvHostMemory": text(

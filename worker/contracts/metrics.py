@@ -70,9 +70,6 @@ class WorkerMetrics:
         self.between_tokens_s = histogram(
             "time_between_tokens_seconds", "From one step with decodes to the next, one observation a step", _SECONDS
         )
-        self.steps_over_objective = counter(
-            "steps_over_objective", "Steps with decodes that took longer than --max-step-ms, by content", ["kind"]
-        )
         self.step_failures = counter("step_failures", "Steps that raised, by their content", ["kind"])
         for kind in get_args(StepKind):
             self.step_failures.labels(kind)  # from 0: an alert does not see a series that begins with a failure

@@ -159,10 +159,6 @@ class InFlightSteps:
         if result.times is not None:
             self.metrics.count_parts(kind, *result.times)
         self.reporter.measure(plan, returned_s - started_s, returned_s)
-        if (objective := self.scheduler.objective) is not None:
-            objective.measure(plan.num_decode_rows, plan.prefills, returned_s - started_s)
-            if kind != "prefill" and returned_s - started_s > objective.max_step_s:
-                self.metrics.steps_over_objective.labels(kind).inc()
         if (speculation := self.scheduler.speculation) is not None:
             speculation.measure(plan, returned_s - started_s)
             self.metrics.count_drafts([(len(c.draft_ids), c.num_accepted) for c in plan.chunks.values() if c.draft_ids])

@@ -47,7 +47,7 @@ class Reporter:
 
     def assign(self, request: Request) -> None:
         """Count a submitted request."""
-        self._assigned_s += self._prefill_s(request.num_uncached_tokens, self._bounded_tokens_per_s())
+        self._assigned_s += self.rate.seconds(request.num_uncached_tokens)
 
     def measure(self, plan: StepPlan, duration_s: float, now_s: float) -> None:
         """Take the duration of a step that ended at `now_s`. Steps that mostly decode do not measure prefill."""
@@ -87,10 +87,9 @@ class Reporter:
     def _current_load(self) -> WorkerLoad:
         scheduler, allocator = self._scheduler, self._scheduler.allocator
         queued: dict[GatewayId, float] = defaultdict(float)
-        bounded = self._bounded_tokens_per_s()
         for request in scheduler.requests.values():
             if request.first_token_s is None:
-                queued[GatewayId(request.wire.gateway_id)] += self._prefill_s(_num_tokens_left(request), bounded)
+                queued[GatewayId(request.wire.gateway_id)] += self.rate.seconds(_num_tokens_left(request))
         growth_blocks = sum(num_growth_blocks(sequence, allocator) for sequence in scheduler.running)
         load = WorkerLoad(
             queued_prefill_s=dict(queued),
@@ -102,21 +101,8 @@ class Reporter:
             num_blocks=allocator.num_blocks,
             draining=self.draining,
             start_interval_s=self.starts.mean_s,
-            bounded_prefill_tokens_per_s=bounded,
         )
         return load if self._transfers is None else self._transfers.with_rates(load)
-
-    def _prefill_s(self, num_tokens: int, bounded: float) -> float:
-        """Return the time of these tokens at the slower of the measured and the `bounded` rate (0.0: not bounded)."""
-        return max(self.rate.seconds(num_tokens), num_tokens / bounded if bounded else 0.0)
-
-    def _bounded_tokens_per_s(self) -> float:
-        """Return the prefill rate while decodes run; 0.0 without decodes, or without a step objective."""
-        if (objective := self._scheduler.objective) is None:
-            return 0.0
-        num_decodes = sum(not sequence.is_prefilling for sequence in self._scheduler.running)
-        max_tokens = self._scheduler.limits.max_num_batched_tokens - num_decodes
-        return objective.prefill_tokens_per_s(num_decodes, max_tokens) if num_decodes else 0.0
 
 
 def _num_tokens_left(request: Request) -> int:

@@ -44,7 +44,6 @@ from worker.publishing.inbox import PublisherInbox
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
-from worker.scheduler.step_objective import StepObjective
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -116,8 +115,7 @@ def build_engine(
     if config.speculate:
         speculation = Speculation(config.speculate, StepCost(parts.rate.seconds(1), parts.rate.step_tokens))
     fetcher = None if transfers is None else transfers.fetches
-    objective = _step_objective(parts, report)
-    scheduler = Scheduler(allocator, parts.limits, parts.bundle.eos_token_ids, speculation, fetcher, objective)
+    scheduler = Scheduler(allocator, parts.limits, parts.bundle.eos_token_ids, speculation, fetcher)
     metrics.add_vllm_names(parts.bundle.model)
     report(f"{parts.num_blocks} blocks of {config.block_size} tokens, prefill {parts.rate.tokens_per_s:.0f} tokens/s")
     return EngineCore(
@@ -133,19 +131,6 @@ def build_engine(
         pooling=parts.pooling,
         sinks=sinks,
     )
-
-
-def _step_objective(parts: _LoadedParts, report: Callable[[str], None]) -> StepObjective | None:
-    config, rate = parts.config, parts.rate
-    if config.max_step_ms is None:
-        return None
-    objective = StepObjective(config.max_step_ms / 1000.0, config.block_size, rate.seconds(1), rate.step_tokens)
-    if objective.decode_s(1) > objective.max_step_s:
-        report(
-            f"--max-step-ms {config.max_step_ms:g} is below a decode step of {objective.decode_s(1) * 1000.0:.1f} ms:"
-            " prefills get one block a step next to decodes"
-        )
-    return objective
 
 
 def _load_model(config: WorkerConfig, report: Callable[[str], None]) -> LoadedModel:
@@ -196,7 +181,6 @@ def _make_member(parts: _LoadedParts, url: str, worker_id: str, transfers: KVTra
         oldest_protocol=OLDEST_PROTOCOL,
         capabilities=(TOKENS if parts.pooling is None else EMBEDDINGS,),
         embedding_size=0 if parts.pooling is None else parts.model.config.hidden_size,
-        step_objective_s=0.0 if config.max_step_ms is None else config.max_step_ms / 1000.0,
     )
     return signed(config.cluster_secret(), member if transfers is None else transfers.described(member))
 

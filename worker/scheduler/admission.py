@@ -45,8 +45,7 @@ class BatchAdmission:
         if min_admitted is not None and len(admitted) < min_admitted:
             for sequence in reversed(admitted):
                 self.preempt(sequence)
-                chunk = plan.chunks.pop(sequence)
-                budget.give_back(chunk.num_tokens, chunk.start)
+                budget.give_back(plan.chunks.pop(sequence).num_tokens)
             return []
         if admitted:
             plan.batch_growth_reason = growth_reason
@@ -83,7 +82,7 @@ class BatchAdmission:
         """Allocate blocks for the first chunk. Return the tokens granted, 0 if it does not fit."""
         num_cached = sequence.count_cached(self._allocator)
         cap = budget.oldest_share if is_first else budget.admission_share
-        granted = budget.take(len(sequence.token_ids) - num_cached, num_cached, cap)
+        granted = budget.take(len(sequence.token_ids) - num_cached, cap)
         if granted == 0:
             return 0
         hashes = sequence.hash_blocks(self._allocator.block_size)
@@ -91,7 +90,7 @@ class BatchAdmission:
             num_cached + granted, sequence.token_ids, sequence.root, reuse=sequence.reuse, hashes=hashes
         )
         if allocation is None:
-            budget.give_back(granted, num_cached)
+            budget.give_back(granted)
             return 0
         assert allocation.num_cached_tokens == num_cached, f"found {num_cached}, got {allocation.num_cached_tokens}"
         sequence.allocation = allocation
@@ -158,7 +157,7 @@ class BatchAdmission:
         self.preempt(sequence)
         if (chunk := plan.chunks.pop(sequence, None)) is not None:
             if chunk.is_prefill:
-                budget.give_back(chunk.num_tokens, chunk.start)
+                budget.give_back(chunk.num_tokens)
             else:
                 budget.drop_decode()
 

@@ -5,9 +5,6 @@ Every running decode gets its token first. Prefills share the rest, so that a lo
     |<----- at least half: the oldest prefill ----->|<- the other prefills, ->|<- at least a quarter: ->|
                                                     |   shortest first        |   admitted sequences    |
 
-Where an objective bounds the time of a step (`step_objective`), the budget of one with decodes is that time. A token
-far into its prompt takes more of it. The step has at least one block of prefill.
-
 Tokens that one share leaves go to the others. A prefill may take a larger step, which is more efficient, if no other
 sequence runs or waits.
 Source: docs/architecture/worker.md, "The scheduler" and "Options of TGI".
@@ -16,8 +13,6 @@ Source: docs/architecture/worker.md, "The scheduler" and "Options of TGI".
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from worker.scheduler.step_objective import StepObjective
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +63,16 @@ class PrefillBudget:
     total: int
     left: int
     max_total: int | None = None
-    objective: StepObjective | None = None
-    """Bounds this step: `total` and `left` count tokens at the start of a prompt."""
-    num_promised: int = 0
-    """Tokens that the step's first prefill gets, whatever they take of the budget."""
 
     @classmethod
-    def for_step(
-        cls, limits: BatchLimits, *, num_decodes: int, num_prefills: int, objective: StepObjective | None = None
-    ) -> PrefillBudget:
-        """Count `num_prefills` running and waiting. A step without decodes has no `objective`."""
+    def for_step(cls, limits: BatchLimits, *, num_decodes: int, num_prefills: int) -> PrefillBudget:
+        """Count `num_prefills` running and waiting."""
         total = limits.max_num_batched_tokens - num_decodes
         if num_decodes == 0 and num_prefills == 1 and limits.max_solo_prefill_tokens is not None:
             total = limits.max_solo_prefill_tokens
         if limits.max_batch_prefill_tokens is not None:
             total = min(total, limits.max_batch_prefill_tokens)
-        if num_decodes == 0 or objective is None:
-            return cls(total, total, limits.max_batch_prefill_tokens)
-        num_promised = min(total, objective.block_size)
-        total = max(num_promised, min(total, objective.max_prefill_tokens(num_decodes)))
-        return cls(total, total, total, objective, num_promised)
+        return cls(total, total, limits.max_batch_prefill_tokens)
 
     @property
     def oldest_share(self) -> int:
@@ -97,23 +82,14 @@ class PrefillBudget:
     def admission_share(self) -> int:
         return max(1, self.total // 4)
 
-    def take(self, wanted: int, start: int, cap: int | None = None) -> int:
-        """Grant tokens from position `start` of a sequence: at most `wanted`, and what `cap` and the rest allow."""
-        allowed = self.left if cap is None else min(cap, self.left)
-        if self.objective is not None:
-            allowed = max(self.num_promised, self.objective.tokens_worth(allowed, start))
-        granted = max(0, min(wanted, allowed))
-        if granted > 0:
-            self.num_promised = 0
-        self.left = max(0, self.left - self._units(granted, start))
+    def take(self, wanted: int, cap: int | None = None) -> int:
+        """Grant tokens: at most `wanted`, and what `cap` and the rest allow."""
+        granted = max(0, min(wanted, self.left if cap is None else min(cap, self.left)))
+        self.left -= granted
         return granted
 
-    def give_back(self, num_tokens: int, start: int) -> None:
-        self.left = min(self.total, self.left + self._units(num_tokens, start))
-
-    def _units(self, num_tokens: int, start: int) -> int:
-        """Return what the tokens take of the budget."""
-        return num_tokens if self.objective is None else self.objective.worth(num_tokens, start)
+    def give_back(self, num_tokens: int) -> None:
+        self.left += num_tokens
 
     def drop_decode(self) -> None:
         """Give the token of a decode that has left the step to the prefills."""

@@ -153,11 +153,6 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks.values() if chunk.is_prefill)
 
     @property
-    def prefills(self) -> list[range]:
-        """The positions of each chunk of a prefill."""
-        return [range(chunk.start, chunk.stop) for chunk in self.chunks.values() if chunk.is_prefill]
-
-    @property
     def num_decodes(self) -> int:
         return sum(not chunk.is_prefill for chunk in self.chunks.values())
 

@@ -32,7 +32,6 @@ from worker.scheduler.request import (
     split_into_sequences,
 )
 from worker.scheduler.speculation import Speculation
-from worker.scheduler.step_objective import StepObjective
 from worker.wire import Failed, FinishReason, Started
 
 logger = logging.getLogger(__name__)
@@ -54,13 +53,11 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         speculation: Speculation | None = None,
         fetcher: PrefixFetcher | None = None,
-        objective: StepObjective | None = None,
     ) -> None:
         """Sequences wait while `fetcher` brings blocks of their prefix. `schedule` may then find nothing to plan."""
         self.allocator = allocator
         self.limits = limits
         self.speculation = speculation
-        self.objective = objective
         self.requests: dict[RequestKey, Request] = {}
         self.waiting = OrderedSequences()
         self.running = OrderedSequences()
@@ -159,7 +156,7 @@ class Scheduler:
             elif self._make_room(sequence, sequence.num_computed + 1, plan):
                 plan.add_tokens(sequence, 1)
         counts = {"num_decodes": len(plan.chunks), "num_prefills": len(prefills) + len(self.waiting)}
-        budget = PrefillBudget.for_step(self.limits, objective=self.objective, **counts)
+        budget = PrefillBudget.for_step(self.limits, **counts)
         admitted = self._schedule_prefills(plan, budget, prefills)
         self._admission.end_step(admitted=len(admitted) > 0, decoded=plan.num_decodes > 0)
         for sequence in admitted:
@@ -249,14 +246,14 @@ class Scheduler:
             return
         chunk = plan.chunks.get(sequence)
         start = sequence.num_computed if chunk is None else chunk.stop
-        granted = budget.take(len(sequence.token_ids) - start, start, cap)
+        granted = budget.take(len(sequence.token_ids) - start, cap)
         if granted == 0:
             return
         stop = start + granted
         if self._make_room(sequence, stop, plan) if preempts else sequence.allocation.extend(stop):
             plan.add_tokens(sequence, granted)
         else:
-            budget.give_back(granted, start)
+            budget.give_back(granted)
 
     def _make_room(self, sequence: TokenSequence, num_tokens: int, plan: StepPlan) -> bool:
         """Allocate blocks for `num_tokens`, and preempt the last sequences for them. False: it was preempted itself."""

@@ -59,8 +59,6 @@ class ReplaySettings:
     """A worker joins half-way through."""
     warm_start_s: float = 0.0
     """`--warm-start-s` of the worker that joins."""
-    max_step_s: float | None = None
-    """`--max-step-ms` of workers in steps of tokens, in seconds."""
     death_and_join: bool = False
     """A worker dies after two fifths of the arrivals, and one with an empty cache joins after three fifths."""
 

@@ -123,7 +123,7 @@
 {{- if $external }}{{ fail (printf "models.%s.external: set engine to what runs there: vllm or sglang" $name) }}{{ end -}}
 {{- if gt $count 1 }}{{ fail (printf "models.%s.gpu.count: Headstart's own engine uses one GPU; engine: vllm can use more" $name) }}{{ end -}}
 {{- else -}}
-{{- range list "image" "task" "weights" "maxNumSeqs" "maxStepMs" "kvCacheMemory" "kvHostMemory" "kvDisk" "threads" "prefixCache" -}}
+{{- range list "image" "task" "weights" "maxNumSeqs" "kvCacheMemory" "kvHostMemory" "kvDisk" "threads" "prefixCache" -}}
 {{- if hasKey $.model . }}{{ fail (printf "models.%s.%s: it is for Headstart's own engine; see the keys of vllm" $name .) }}{{ end -}}
 {{- end -}}
 {{- if $external -}}

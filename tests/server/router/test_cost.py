@@ -73,19 +73,6 @@ def test_a_tier_without_a_rate_gives_nothing() -> None:
     assert cheapest_plan(100, 10, 1.0, [(50, 0.0)], 90, 100.0) == FetchPlan(90, (), 80, 0.8)
 
 
-def test_a_bounded_prefill_counts_at_its_own_rate() -> None:
-    """A worker whose steps are bounded while decodes run: a prompt takes there what it really takes."""
-    free, bound = chain(10), WorkerLoad(prefill_tokens_per_s=RATE, bounded_prefill_tokens_per_s=RATE / 4)
-    fleets = Fleets()
-    fleets.index.register(member("bound"), load=bound)
-    fleets.index.register(member("free"))
-    ranked = asyncio.run(fleets.explain(make_request(free)))["workers"]
-    prefill_s = {worker["worker"]: worker["prefill_s"] for worker in ranked}
-    assert prefill_s["free"] == pytest.approx(0.01 + 161 / RATE)
-    assert prefill_s["bound"] == pytest.approx(0.01 + 161 / (RATE / 4))
-    assert asyncio.run(fleets.worker(free)) == "free"
-
-
 LAYOUT = "records-1"
 
 

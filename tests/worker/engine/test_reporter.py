@@ -8,7 +8,6 @@ from tests.worker.scheduler.engine import HandEngine, generate
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.engine.reporter import Reporter
-from worker.scheduler.step_objective import StepObjective
 
 MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://w", "m", "ns", "cpu", 4, 512, 1)
 
@@ -104,25 +103,6 @@ def test_cached_tokens_are_not_queued() -> None:
     reporter = Reporter(engine.scheduler, PrefillRate(10, 1.0), WorkerMetrics())
     reporter.assign(engine.submit(generate([*range(40), 7])))
     assert reported(reporter).queued_prefill_s == pytest.approx({"g": 0.1})
-
-
-def test_an_objective_slows_prefills_next_to_decodes() -> None:
-    """The report has the lower rate, and seconds at it, only while decodes run."""
-    objective = StepObjective(0.03, 4, 0.001, 10.0)
-    engine = HandEngine(num_blocks=600, objective=objective)
-    reporter = Reporter(engine.scheduler, PrefillRate(1000, 1.0), WorkerMetrics())
-    late = engine.submit(generate([1] * 500, 1))
-    assert reported(reporter).bounded_prefill_tokens_per_s == 0.0
-    assert reporter.load.queued_prefill_s == pytest.approx({"g": 0.5})
-    engine.abort(late)
-    engine.submit(generate(range(10), 200))
-    engine.step()
-    reporter.assign(engine.submit(generate([1] * 500, 1)))
-    bounded = reported(reporter).bounded_prefill_tokens_per_s
-    assert 100.0 < bounded < 700.0
-    assert reporter.load.queued_prefill_s == pytest.approx({"g": 500 / bounded})
-    assert reporter.load.assigned_prefill_s == pytest.approx(500 / bounded)
-    assert reporter.load.prefill_tokens_per_s == 1000.0
 
 
 def test_decode_steps_do_not_measure_prefill() -> None:

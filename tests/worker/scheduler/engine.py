@@ -19,7 +19,6 @@ from worker.scheduler.prefix_wait import PrefixFetcher
 from worker.scheduler.request import Constraint, Request
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
-from worker.scheduler.step_objective import StepObjective
 from worker.wire import (
     ChoiceState,
     Embedding,
@@ -110,7 +109,6 @@ class HandEngine:
         window_size: int | None = None,
         pooling: Pooling | None = None,
         max_drafts: int = 0,
-        objective: StepObjective | None = None,
         make_fetcher: Callable[[Allocator, Runner], PrefixFetcher | None] = lambda allocator, runner: None,
         **limits,
     ) -> None:
@@ -121,7 +119,7 @@ class HandEngine:
         speculation = Speculation(max_drafts) if max_drafts else None
         self.runner = runner or ArithmeticRunner(num_blocks, block_size, fails, stream)
         fetcher = make_fetcher(self.allocator, self.runner)
-        self.scheduler = Scheduler(self.allocator, batch_limits, eos, speculation, fetcher, objective)
+        self.scheduler = Scheduler(self.allocator, batch_limits, eos, speculation, fetcher)
         self.answers: dict[RequestKey, Answer] = {}
         self.now_s = 0.0
         self.num_preempted = 0
