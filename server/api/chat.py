@@ -227,20 +227,19 @@ def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputR
     reasoning: ReasoningStart = "none"
     if model.thoughts is not None and not has_format(intent.response_format, intent.fields.structured_outputs):
         reasoning = "inside" if model.thoughts.is_begun_by(prompt) else "maybe"
-    tools = model.tool_format
     rules = OutputRules(reasoning=reasoning, thoughts=model.thoughts or THINK, thought_fields=model.thought_fields)
     if intent.tool_mode == "none":
-        return dataclasses.replace(rules, tools=tools if tools is not None and tools.has_channels else None)
+        return rules
     return dataclasses.replace(
         rules,
-        tools=tools,
+        tools=model.tool_format,
         tool_names=names if intent.named_tool is None else frozenset({intent.named_tool.name}),
         schemas=schemas,
         parallel=parallel and intent.named_tool is None,
         client_names=known,
         is_required=intent.tool_mode in ("required", "named"),
         is_named=intent.named_tool is not None,
-        shows_special=tools is None,
+        shows_special=model.tool_format is None,
     )
 
 

@@ -7,7 +7,6 @@ read.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Collection
 from typing import Final
 
@@ -18,12 +17,11 @@ from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate
 from server.text.formats import FORMATS, formats_of, with_calls_of
 from server.text.formats.base import ToolFormat
-from server.text.formats.reasoning import CHANNELS, THOUGHT_FORMATS, ThoughtFormat, thoughts_of
+from server.text.formats.reasoning import THOUGHT_FORMATS, ThoughtFormat, thoughts_of
 from server.text.output_parser import OutputParser, OutputRules
 from server.text.tokenizer import Tokenizer
 from worker.wire import TokenizerBundle
 
-log = logging.getLogger(__name__)
 _QUESTION: Final = "What is the weather in Reykjavik?"
 _CITY: Final = "Tegucigalpa"
 _CALL: Final = FunctionCall(name="get_weather", arguments=json.dumps({"city": _CITY}))
@@ -43,15 +41,8 @@ def formats(
     if not takes_tools:  # the tools are written into a message that asks for Hermes' form
         tools = FORMATS["hermes"] if known is None else with_calls_of(known, FORMATS["hermes"])
     thoughts = thoughts_of(source, tokens)
-    if tools is not None and tools.has_channels:
-        thoughts = CHANNELS
     if config.reasoning is not None:
         thoughts = THOUGHT_FORMATS.get(config.reasoning)
-    if tools is None and not tokenizer.is_engine_only:
-        log.warning(
-            "model %s: the format of its tool calls is unknown, so that they come as content; --tool-parser names one",
-            bundle.model,
-        )
     return tools, thoughts, known is not None
 
 

@@ -219,6 +219,12 @@ class Models:
             learnt = self._revisions[_revision(member)] = replace(model, facts=WorkerFacts.of([member]))
             self._by_name.setdefault(member.model, learnt)
             log.info("model %s learnt from worker %s (%s)", member.model, member.worker_id, member.namespace)
+            if learnt.tool_format is None and not learnt.facts.engine_paths:  # else its engine reads them
+                log.warning(
+                    "model %s: the format of its tool calls is unknown, so that they come as content; "
+                    "--tool-parser names one",
+                    member.model,
+                )
             if learnt.facts.engine_paths and self._config.template_of(member.model) is not None:
                 log.warning(
                     "model %s: --chat-template has no effect, as its engine renders: give it there", member.model

@@ -21,7 +21,7 @@ from server.schema.intent import Conversation
 from server.text.control_tokens import Marker, RenderedPrompt
 from server.text.shape_probes import PROBE_WORDS, ShapeProbe, find_shapes
 from server.text.shapes import Shapes, Turn, filled, repaired, without_marks
-from server.text.template_input import LINE_END, number_calls, template_messages, template_tools, texts_of, with_tools
+from server.text.template_input import LINE_END, template_messages, template_tools, texts_of, with_tools
 from server.text.template_sandbox import RenderClock, StepTooLongError, TemplateEnvironment, TemplateError
 
 MAX_STEP_S: Final = 0.03
@@ -76,7 +76,6 @@ class ChatTemplate:
         self._defaults = defaults
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._knows_developer = "developer" in source
-        self._writes_ids = "<|tool_call_argument_begin|>" in source
         self.takes_tools = "tools" in source
         """False: tools and calls are written into messages, see `with_tools`."""
         self._is_strict = is_strict
@@ -111,8 +110,6 @@ class ChatTemplate:
     def _rendering(self, conversation: Conversation, clock: RenderClock) -> Steps[RenderedPrompt]:
         names = conversation.names
         messages = yield from template_messages(conversation, knows_developer=self._knows_developer, joint=self._joint)
-        if self._writes_ids:
-            number_calls(messages)
         tools = template_tools(conversation.tools, sorts_schemas=self.sorts_schemas)
         tool_repairs = self._fill(tools or [])
         kwargs = self._kwargs(conversation)

@@ -118,7 +118,7 @@ class OutputParser(TextReader):
 
     def _answer(self) -> Reading:
         """Read the whole text."""
-        if self._rules.reasoning != "none" and not (self._rules.tools and self._rules.tools.has_channels):
+        if self._rules.reasoning != "none":
             yield from self._reasoning(self._rules.thoughts)
         if self._rules.forced is not None:
             yield from self._forced(self._rules.forced)
@@ -133,8 +133,6 @@ class OutputParser(TextReader):
         begun = yield from self.begins(thoughts.starts)
         self.thinking = bool(begun) or self._rules.reasoning == "inside"
         if self.thinking:
-            if thoughts.label:
-                yield from self.begins((thoughts.label,))
             yield from self._thoughts(thoughts)
             yield from self.skip()
         if thoughts.answer and (yield from self.begins(thoughts.answer[:1])):

@@ -63,23 +63,6 @@ def template_messages(
     return messages
 
 
-def number_calls(messages: Sequence[dict[str, Any]]) -> None:
-    """Give each call the id that Kimi K2 writes, `functions.NAME:NUMBER`, and each result the id of its call.
-
-    Such a model names the function of a call in its id only. Clients return the ids that the gateway made, or those of
-    another server.
-    """
-    ids: dict[str, str] = {}
-    number = 0
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            ids[call["id"]] = f"functions.{call['function']['name']}:{number}"
-            call["id"] = ids[call["id"]]
-            number += 1
-        if (id_ := message.get("tool_call_id")) in ids:
-            message["tool_call_id"] = ids[id_]
-
-
 def _message(message: Message, joint: str, *, knows_developer: bool) -> dict[str, Any]:
     role = message.role
     if role == "developer" and not knows_developer:

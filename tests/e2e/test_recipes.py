@@ -78,7 +78,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
                 "    THINK,\n",
                 '    ThoughtFormat("example", ("<example_thought>",), ("</example_thought>",)),\n',
             ),
-            Edit("docs/api/formats.md", "| `gpt_oss` | messages", "| `example` | `<example_thought>` and its end |\n"),
+            Edit("docs/api/formats.md", "| `granite` | `Here is", "| `example` | `<example_thought>` and its end |\n"),
         ],
         ["tests/server/text/test_formats.py", "tests/server/api/test_call_forms.py"],
     ),

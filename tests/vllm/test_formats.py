@@ -23,7 +23,6 @@ Answer = tuple[str, str, list[Call]]
 PARSE: Final = """
 import json, sys
 import vllm.platforms
-from openai_harmony import HarmonyEncodingName, load_harmony_encoding
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -36,13 +35,9 @@ def parse(job):
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     raw.add_special_tokens(job["tokens"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
-    is_harmony = job["tool"] == "openai"
-    kind = ParserManager.get_parser(job["tool"], job["reasoning"], enable_auto_tools=True, is_harmony=is_harmony)
+    kind = ParserManager.get_parser(job["tool"], job["reasoning"], enable_auto_tools=True)
     request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "Hi"}], tools=job["tools"])
-    if is_harmony:
-        ids = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS).encode(job["text"], allowed_special="all")
-    else:
-        ids = tokenizer.encode(job["text"], add_special_tokens=False)
+    ids = tokenizer.encode(job["text"], add_special_tokens=False)
     kwargs = {"thinking": job["thinks"], "enable_thinking": job["thinks"]}
     parser = kind(tokenizer, request.tools, chat_template_kwargs=kwargs)
     reasoning, content, calls = parser.parse(job["text"], parser.adjust_request(request), True, ids)
@@ -159,17 +154,6 @@ def glm(line: str) -> Callable[[list[Call]], str]:
     return write
 
 
-def gemma(calls: list[Call]) -> str:
-    def value(given: Any) -> str:
-        if isinstance(given, dict):
-            return "{" + ",".join(f"{key}:{value(each)}" for key, each in given.items()) + "}"
-        if isinstance(given, list):
-            return "[" + ",".join(map(value, given)) + "]"
-        return f'<|"|>{given}<|"|>' if isinstance(given, str) else dumped(given)
-
-    return "".join(f"<|tool_call>call:{name}{value(given)}<tool_call|>" for name, given in calls)
-
-
 def python(opening: str, closing: str, between: str = ", ") -> Callable[[list[Call]], str]:
     def write(calls: list[Call]) -> str:
         return (
@@ -179,15 +163,6 @@ def python(opening: str, closing: str, between: str = ", ") -> Callable[[list[Ca
         )
 
     return write
-
-
-def harmony(reasoning: str, content: str, calls: list[Call]) -> str:
-    messages = [f"<|channel|>analysis<|message|>{reasoning}"] if reasoning else []
-    if content:
-        messages.append(f"<|channel|>{'commentary' if calls else 'final'}<|message|>{content}")
-    before = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
-    messages += [before.format(name, dumped(given)) for name, given in calls]
-    return "<|end|><|start|>assistant".join(messages)
 
 
 @dataclass(frozen=True)
@@ -204,12 +179,9 @@ class Family:
     starts: ReasoningStart = "maybe"
     tools: str = ""
     """Headstart's name of the format; by default the family's."""
-    whole: Callable[[str, str, list[Call]], str] | None = None
 
     def write(self, answer: Answer) -> str:
         reasoning, content, calls = answer
-        if self.whole is not None:
-            return self.whole(*answer)
         before = self.thoughts(reasoning) if self.thoughts and reasoning else ""
         written = self.calls(calls) if calls else ""
         return before + content + (self.between if content and calls else "") + written
@@ -217,7 +189,6 @@ class Family:
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-KIMI: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 FAMILIES: Final[dict[str, Family]] = {
     "hermes": Family("hermes", "qwen3", objects("<tool_call>\n", "\n</tool_call>", "\n"), "\n", think),
     "qwen3_coder": Family("qwen3_coder", "qwen3", qwen(), "\n", think),
@@ -234,16 +205,6 @@ FAMILIES: Final[dict[str, Family]] = {
         named(f"{CALL}function{SEP}{{}}", "\n```json\n", f"\n```{CALL_END}", (BEGIN, END), "\n"),
         "\n\n",
         think,
-    ),
-    "deepseek_v31": Family(
-        "deepseek_v31", "deepseek_v3", named(f"{CALL}{{}}", SEP, CALL_END, (BEGIN, END)), "", lambda t: f"{t}</think>"
-    ),
-    "kimi_k2": Family(
-        "kimi_k2",
-        "kimi_k2",
-        named("<|tool_call_begin|>functions.{}:{}", "<|tool_call_argument_begin|>", "<|tool_call_end|>", KIMI),
-        "",
-        lambda t: f"<think>{t}</think>",
     ),
     "glm45": Family("glm45", "glm45", glm("\n"), "\n", lambda t: f"<think>{t}</think>\n"),
     "glm47": Family("glm47", "glm47", glm(""), "", lambda t: f"{t}</think>"),
@@ -263,8 +224,6 @@ FAMILIES: Final[dict[str, Family]] = {
         "granite",
     ),
     "phi4_mini": Family("phi4_mini_json", None, listed("functools", "")),
-    "gemma4": Family("gemma4", "gemma4", gemma, "", lambda t: f"<|channel>thought\n{t}<channel|>", "gemma4"),
-    "gpt_oss": Family("openai", "openai_gptoss", lambda calls: "", style="gpt_oss", whole=harmony),
 }
 NO_LIST: Final = "vLLM reads a list of calls only with the tokenizers of Mistral's own package"
 DIFFERENCES: Final[Mapping[tuple[str, str], str]] = {
@@ -273,7 +232,6 @@ DIFFERENCES: Final[Mapping[tuple[str, str], str]] = {
     **{("mistral", label): NO_LIST for label, answer in ANSWERS.items() if answer[2]},
     ("phi4_mini", "text"): "vLLM drops the text",
     ("phi4_mini", "nested"): "vLLM ends the list at the first bracket that closes",
-    ("gemma4", "nested"): "vLLM makes strings of numbers and null that no schema describes",
 }
 """By family and answer: why ours differs."""
 
@@ -281,7 +239,7 @@ DIFFERENCES: Final[Mapping[tuple[str, str], str]] = {
 def starts(family: Family, text: str) -> ReasoningStart:
     thoughts = THOUGHT_FORMATS[family.style]
     inside = any(end in text for end in thoughts.ends) and not any(start in text for start in thoughts.starts)
-    return "inside" if inside else "maybe" if family.thoughts or family.whole else "none"
+    return "inside" if inside else "maybe" if family.thoughts else "none"
 
 
 def ours(name: str, family: Family, text: str, schemas: Mapping[str, Any] = SCHEMAS) -> Answer:
@@ -325,7 +283,7 @@ def test_calls_and_reasoning_are_those_of_vllm() -> None:
         (name, label): family.write(answer)
         for name, family in FAMILIES.items()
         for label, answer in ANSWERS.items()
-        if family.thoughts or family.whole or not answer[0]
+        if family.thoughts or not answer[0]
     }
     differing = {}
     answers = theirs([job(name, text, thinks=bool(ANSWERS[label][0])) for (name, label), text in texts.items()])

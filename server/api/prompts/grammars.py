@@ -137,8 +137,7 @@ def _forced_calls(tools: ToolFormat, forms: GrammarTools, rules: OutputRules) ->
     if rules.reasoning == "none":
         return _lark(["start: calls", *lines])
     thoughts = rules.thoughts
-    after = forms.literal("<|start|>assistant") if tools.has_channels else r"/\s*/"
-    thought = f"thought {after}"
+    thought = r"thought /\s*/"
     if rules.reasoning == "maybe":
         thought = f"(({' | '.join(map(forms.literal, thoughts.starts))}) {thought})?"
     first = f"start: {thought} calls"

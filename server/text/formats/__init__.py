@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Final
 
 from server.text.formats.base import Checking, Emit, GrammarTools, Reading, TextReader, ToolFormat
-from server.text.formats.harmony import HARMONY
 from server.text.formats.llama import LLAMA, PYTHONIC
 from server.text.formats.table import ROWS
 
-_ALL: Final = (HARMONY, PYTHONIC, *ROWS, LLAMA)
+_ALL: Final = (PYTHONIC, *ROWS, LLAMA)
 """More specific ones come first."""
 FORMATS: Final = {each.name: each for each in sorted(_ALL, key=lambda each: each.name)}
 

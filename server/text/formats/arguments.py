@@ -1,7 +1,6 @@
 """Read the arguments of a call that are not written as JSON, and pass them on as JSON.
 
 tags       <parameter=city>Köln</parameter><parameter=days>3</parameter>      the tool's schema gives the types
-relaxed    {city:<|"|>Köln<|"|>,days:[3]}                                     JSON without quotes of its own
 
 All of them give {"city": "Köln", "days": ...}. What is cut off gives the beginning of it.
 """
@@ -182,35 +181,6 @@ def literal(node: ast.expr) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as number):
             return -literal(number)
     raise ValueError(type(node).__name__)
-
-
-def read_relaxed(reader: TextReader, quote: str) -> Checking:
-    """Read an object whose strings are between `quote`, and whose keys are bare. Return whether it is closed."""
-    depth, previous, emit = 0, "", partial(reader.emit, "arguments")
-    marks = (*"{}[],", quote)
-    while True:
-        parts: list[str] = []
-        mark = yield from reader.until(marks if previous == ":" else (*marks, ":"), parts.append)
-        word = "".join(parts).strip()
-        if word and not mark:
-            emit(word)
-        elif word:
-            emit(_quoted(word) if mark == ":" else typed(word, frozenset(_TYPES)))
-        elif previous == ":" and mark in (",", "}"):
-            emit('""')
-        if not mark:
-            return False
-        if mark == quote:
-            emit('"')
-            if not (yield from reader.until((quote,), lambda part: emit(_quoted(part)[1:-1]))):
-                return False
-            emit('"')
-        else:
-            emit(mark + " " if mark in (",", ":") else mark)
-            depth += (mark in "{[") - (mark in "}]")
-            if depth <= 0:
-                return True
-        previous = mark
 
 
 def _quoted(text: str) -> str:

@@ -251,5 +251,3 @@ class ToolFormat:
     """Reads calls that begin with one of `opens`. Passes on other text, and returns False, if there is none."""
     tokens: tuple[str, ...] = ()
     """Tokens that only vocabularies of this family have."""
-    has_channels: bool = False
-    """It reads reasoning too, and any answer."""

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Final, Literal
 
 from server.text.detokenizer import ambiguous_len
-from server.text.formats.arguments import Tags, read_relaxed
+from server.text.formats.arguments import Tags
 from server.text.formats.base import Checking, Emit, Reading, TextReader
 
 MAX_NAME_CHARS: Final = 256  # twice the limit for a tool's name
 _NAME: Final = r"[\w.:/-]+"
-Arguments = Literal["object", "json", "tags", "python", "relaxed"]
+Arguments = Literal["object", "json", "tags", "python"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,6 @@ class Syntax:
     name: str = rf"[\"']?({_NAME})[\"']?"
     """A pattern; its group is the name."""
     tags: Tags | None = None
-    quote: str = ""
-    """The quotation mark of this family's strings."""
     extra: tuple[str, ...] = ()
     """Further special tokens within calls."""
 
@@ -83,7 +81,7 @@ class Syntax:
     def _call(self, reader: TextReader, markers: str, otherwise: Emit) -> Checking:
         """Read what follows the markers. Return whether it is a call; other text goes to `otherwise`."""
         start = reader.text[:1]
-        if start == "{" and self.arguments != "relaxed":
+        if start == "{":
             return (yield from reader.call(markers, otherwise))
         if start == "[":
             return (yield from reader.call_list(markers, otherwise))
@@ -142,7 +140,5 @@ class Syntax:
         elif reader.text[:1] != "{":
             if (yield from reader.starts(self.closes)):
                 reader.emit("arguments", "{}")
-        elif self.arguments == "relaxed":
-            yield from read_relaxed(reader, self.quote)
         else:
             yield from reader.value(partial(reader.emit, "arguments"))

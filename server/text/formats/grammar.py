@@ -14,7 +14,6 @@ from server.text.formats.base import GrammarTools
 from server.text.formats.calls import Syntax
 
 _OPEN_SCHEMA: Final = ("anyOf", "oneOf", "allOf", "$ref", "additionalProperties", "patternProperties")
-_SCALARS: Final = frozenset({"number", "integer", "boolean", "null"})
 
 
 def call_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
@@ -38,8 +37,6 @@ def call_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
             lines.append(_line(arguments, tools.json(tools.ref(name))))
         else:
             lines += _Arguments(syntax, tools, name, arguments).rules()
-    if syntax.arguments == "relaxed":
-        lines += _relaxed_rules(syntax, tools)
     return lines
 
 
@@ -74,13 +71,8 @@ class _Arguments:
         names = [f"{self._rule}_{number}" for number in range(len(self._properties))]
         literal = self._tools.literal
         for name, key in zip(names, self._properties, strict=True):
-            sign = ":" if self._syntax.arguments == "relaxed" else "="
-            self._lines.append(_line(name, f"{literal(key + sign)} {self._value(name, key)}"))
-        separator = literal("," if self._syntax.arguments == "relaxed" else ", ")
-        body = self._chain(names, separator)
-        if self._syntax.arguments == "relaxed":
-            body = "relaxed_object" if self._is_open else f'"{{" {body} "}}"'
-        return [_line(self._rule, body), *self._lines]
+            self._lines.append(_line(name, f"{literal(f'{key}=')} {self._value(name, key)}"))
+        return [_line(self._rule, self._chain(names, literal(", "))), *self._lines]
 
     def _chain(self, names: Sequence[str], separator: str) -> str:
         """Return the body of arguments with a separator between them, some of which may be left out."""
@@ -95,15 +87,9 @@ class _Arguments:
         return f"({first})"
 
     def _value(self, name: str, key: str) -> str:
-        types = types_of(self._schema, key)
-        json_value = self._tools.json(self._tools.ref(self._tool, "properties", key))
-        if self._syntax.arguments == "python" and types == {"boolean"}:
+        if types_of(self._schema, key) == {"boolean"}:
             return '("True" | "False")'
-        if self._syntax.arguments == "relaxed" and types == {"string"}:
-            quote = self._syntax.quote
-            return f"{self._tools.literal(quote)} {self._text(f'{name}_value', key, quote)}"
-        if self._syntax.arguments == "relaxed" and not types <= _SCALARS:
-            return "relaxed"
+        json_value = self._tools.json(self._tools.ref(self._tool, "properties", key))
         self._lines.append(_line(f"{name}_value", json_value))
         return f"{name}_value"
 
@@ -142,17 +128,6 @@ class _Arguments:
             self._lines.append(text_rule(f"{name}_value", end, self._tools))
             parts.append(f"{name}*")
         return [_line(self._rule, " ".join(parts) or '""'), *self._lines]
-
-
-def _relaxed_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
-    return [
-        _line("relaxed", 'relaxed_text | relaxed_scalar | relaxed_object | "[" (relaxed ("," relaxed)*)? "]"'),
-        _line("relaxed_object", '"{" (relaxed_pair ("," relaxed_pair)*)? "}"'),
-        _line("relaxed_pair", '/[A-Za-z_][A-Za-z0-9_]*/ ":" relaxed'),
-        _line("relaxed_text", f"{tools.literal(syntax.quote)} relaxed_rest"),
-        text_rule("relaxed_rest", syntax.quote, tools),
-        _line("relaxed_scalar", tools.json({"type": sorted(_SCALARS - {"integer"})})),
-    ]
 
 
 def list_schema(tools: GrammarTools, key: str) -> dict[str, Any]:

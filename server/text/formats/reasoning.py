@@ -15,8 +15,6 @@ class ThoughtFormat:
     starts: tuple[str, ...]
     """Each may begin it. A prompt that ends with one has begun it."""
     ends: tuple[str, ...]
-    label: str = ""
-    """A text after the beginning that is no thought."""
     answer: tuple[str, ...] = ()
     """The texts around the answer that follows, which are no part of it."""
     is_special: bool = False
@@ -32,27 +30,22 @@ class ThoughtFormat:
 
     def is_begun_by(self, prompt: str) -> bool:
         """Return whether the reasoning is open at the end of a prompt."""
-        openings = tuple(start + label for start in self.starts for label in ("", self.label.rstrip()))
-        return prompt.rstrip().endswith(openings)
+        return prompt.rstrip().endswith(self.starts)
 
 
 def _granite(verb: str) -> tuple[str, ...]:
     return tuple(f"{here} my {verb}:" for here in ("Here is", "Here's"))
 
 
-CHANNELS: Final = ThoughtFormat("gpt_oss", ("<|channel|>analysis<|message|>",), ("<|end|>",))
-"""Read by the tool format of the same name."""
 THINK: Final = ThoughtFormat("think", ("<think>",), ("</think>",))
 _ALL: Final = (
-    ThoughtFormat("gemma4", ("<|channel>",), ("<channel|>",), label="thought\n", is_special=True),
     ThoughtFormat("mistral", ("[THINK]",), ("[/THINK]",), is_special=True),
-    ThoughtFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",)),
     ThoughtFormat("granite33", THINK.starts, THINK.ends, answer=("<response>", "</response>")),
     ThoughtFormat("granite", _granite("thought process"), _granite("response")),
     THINK,
 )
 """The first that a template mentions is taken."""
-THOUGHT_FORMATS: Final = {each.name: each for each in sorted((*_ALL, CHANNELS), key=lambda each: each.name)}
+THOUGHT_FORMATS: Final = {each.name: each for each in sorted(_ALL, key=lambda each: each.name)}
 
 
 def thoughts_of(template: str, tokens: Collection[str]) -> ThoughtFormat | None:

@@ -18,13 +18,12 @@ from server.text.formats.grammar import call_rules
 _DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _SEP: Final = "<｜tool▁sep｜>"
-_KIMI: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
 
 def _row(name: str, marks: tuple[tuple[str, ...], ...], syntax: Syntax, tokens: tuple[str, ...] = ()) -> ToolFormat:
     """`marks`: groups of texts; a template with all texts of one group uses this row. `tokens`: see `ToolFormat`."""
     tags = () if syntax.tags is None else (*syntax.tags.key, *syntax.tags.value)
-    texts = (*syntax.opens, *syntax.closes, *syntax.name_ends, *tags, syntax.quote, *syntax.extra)
+    texts = (*syntax.opens, *syntax.closes, *syntax.name_ends, *tags, *syntax.extra)
     return ToolFormat(
         name,
         tuple(dict.fromkeys(text for text in texts if len(text) > 1)),
@@ -77,33 +76,6 @@ ROWS: Final = (
             extra=(_SEP,),
         ),
     ),
-    _row(
-        "deepseek_v31",
-        ((_DEEPSEEK[0],),),
-        Syntax(
-            opens=(_DEEPSEEK[0], _DEEPSEEK_CALL[0]),
-            closes=(_DEEPSEEK_CALL[1], _DEEPSEEK[1]),
-            arguments="json",
-            form=CallForm((_DEEPSEEK_CALL[0], _SEP, _DEEPSEEK_CALL[1]), _DEEPSEEK),
-            name_ends=(_SEP,),
-        ),
-        (*_DEEPSEEK, _SEP),
-    ),
-    _row(
-        "kimi_k2",
-        ((_KIMI[0],),),
-        Syntax(
-            opens=(_KIMI[0], "<|tool_call_begin|>"),
-            closes=("<|tool_call_end|>", _KIMI[1]),
-            arguments="json",
-            form=CallForm(
-                ("<|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>", "<|tool_call_end|>"), _KIMI
-            ),
-            name_ends=("<|tool_call_argument_begin|>",),
-            name=r"(?:functions\.)?([\w./-]+?)(?::[0-9]*)?",
-        ),
-        _KIMI,
-    ),
     _row("glm47", (("<arg_key>", "}<arg_key>"), ("<arg_key>", "name<arg_key>")), _glm("")),
     _row("glm45", (("<arg_key>",),), _glm("\n")),
     _row(
@@ -129,20 +101,6 @@ ROWS: Final = (
             name_ends=(">",),
             tags=Tags(("<parameter=", ">"), ("", "</parameter>"), trims=True, line="\n"),
         ),
-    ),
-    _row(
-        "gemma4",
-        (("<|tool_call>",),),
-        Syntax(
-            opens=("<|tool_call>",),
-            closes=("<tool_call|>",),
-            arguments="relaxed",
-            form=CallForm(("<|tool_call>call:", "", "<tool_call|>")),
-            name_ends=("{",),
-            name=r"(?:call)?\s*:?\s*([\w.-]+)",
-            quote='<|"|>',
-        ),
-        ("<|tool_call>", "<tool_call|>"),
     ),
     _row("phi4_mini", (("functools[",),), _list("functools", "", ("<|tool_call|>",), ("<|/tool_call|>",))),
     _row(

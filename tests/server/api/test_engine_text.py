@@ -12,9 +12,11 @@ from server.api.engine.text import EngineFormatter
 from server.errors import WorkerLostError
 from server.request.choice import ChoiceDelta
 from tests.server.api.engine_worker import USAGE, WORDS, EngineWorker, engine_gateway, text_of
+from tests.server.conftest import bundle_of, trained_tokenizer
 from tests.server.scripted_worker import Die, listening, script_of
 from tests.server.sse_grammar import events
 from tests.server.test_app import chat, post, post_once
+from tests.server.text.template_families import CHANNELS
 from worker.wire import (
     End,
     EngineText,
@@ -73,6 +75,19 @@ async def test_what_was_asked_for_stays(engines: list[EngineWorker]) -> None:
     assert body["choices"][0]["token_ids"] is body["prompt_token_ids"] is None
     assert body["usage"] == USAGE
     assert body["model"] == "tiny"
+
+
+async def test_a_format_that_only_the_engine_reads_passes(caplog: pytest.LogCaptureFixture) -> None:
+    """The gateway has no parser of gpt-oss's channels, and needs none: nothing warns of it."""
+    tokenizer, called = trained_tokenizer(), {"name": "now", "arguments": "{}"}
+    parts = [{"reasoning": "hm"}, {"tool_calls": [{"index": 0, "id": "c", "type": "function", "function": called}]}]
+    worker = EngineWorker(bundle_of(tokenizer, chat_template=CHANNELS), parts=parts, tokenizer=tokenizer)
+    async with engine_gateway(worker) as target:
+        assert [model.tool_format for _, model in target.models.names()] == [None]
+        _, _, raw = await post(target.url, chat(stream=True))
+    deltas = [choice["delta"] for event in events(raw)[:-1] for choice in event["choices"]]
+    assert [delta for delta in deltas if "role" not in delta] == parts
+    assert not [record for record in caplog.records if "--tool-parser" in record.getMessage()]
 
 
 COMPLETION = {"model": "tiny", "prompt": "The"}

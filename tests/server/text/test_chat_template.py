@@ -65,25 +65,6 @@ def test_tools_and_their_calls_as_objects() -> None:
     )
 
 
-def test_calls_have_the_ids_that_the_model_writes() -> None:
-    """Kimi K2 names the function in the id only, and counts the calls of a conversation."""
-    source = (
-        "{# tools #}{% for m in messages %}"
-        "{% for c in m.tool_calls %}{{ c.id }}<|tool_call_argument_begin|>{% endfor %}"
-        "{% if m.role == 'tool' %}{{ m.tool_call_id }} gave {{ m.content }}\n{% endif %}{% endfor %}"
-    )
-    messages: list[dict[str, Any]] = [USER]
-    for number, name in enumerate(("now", "get_weather")):
-        call = {"id": f"aB{number}", "type": "function", "function": {"name": name, "arguments": "{}"}}
-        messages.append({"role": "assistant", "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": f"aB{number}", "content": "x"})
-    begin = "<|tool_call_argument_begin|>"
-    now, weather = "functions.now:0", "functions.get_weather:1"
-    expected = f"{now}{begin}{now} gave x\n{weather}{begin}{weather} gave x\n"
-    assert template(source).render(request(*messages)).text == expected
-    assert template(source.replace(begin, "|")).render(request(*messages)).text.startswith("aB0|aB0 gave")
-
-
 def test_equal_schemas_are_equal_prompts() -> None:
     """With any order of keys, at any depth. The order of the tools is the client's."""
     one = {"type": "object", "properties": {"b": {"enum": [2, 1], "type": "integer"}, "a": {"type": "string"}}}

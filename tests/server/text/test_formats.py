@@ -69,18 +69,11 @@ ALL = {
     **{"city": "a\n<b>", "days": 3, "exact": True, "options": {"a": [1, True]}, "tags": ["x", "y"]},
     **{"unit": None, "ratio": 0.5, "other": "7"},
 }
-R1, V31 = (
-    ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>",),
-    ("<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>",),
-)
-KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
-KIMI_SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
-HARMONY_CALL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
-HARMONY_THOUGHT = "<|channel|>analysis<|message|>hm, <think><|end|><|start|>assistant"
+R1 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 
 
-def deepseek(form: str, *calls: tuple[str, str], between: str = "") -> str:
-    return f"<｜tool▁calls▁begin｜>{between.join(form.format(*call) for call in calls)}<｜tool▁calls▁end｜>"
+def deepseek(*calls: tuple[str, str]) -> str:
+    return "<｜tool▁calls▁begin｜>" + "\n".join(R1.format(*call) for call in calls) + "<｜tool▁calls▁end｜>"
 
 
 def objects(*calls: tuple[str, str], keys: tuple[str, str] = ("name", "arguments")) -> str:
@@ -123,34 +116,9 @@ CASES = [
     Case("qwen3_coder", f"hm\n</think>\n\n{qwen(WEATHER_XML)}", [CITY], "", "hm\n", "inside"),
     Case("qwen3_coder", qwen(objects(BOTH[0])), [LONG]),
     # DeepSeek
-    Case("deepseek_v3", "Hi\n\n" + deepseek(R1[0], *BOTH, between="\n"), [LONG, NOW], "Hi"),
-    Case("deepseek_v3", "<think>\nhm\n</think>\n" + deepseek(R1[0], BOTH[0]), [LONG], "", "\nhm\n", "maybe"),
-    Case("deepseek_v3", deepseek(R1[0], ("get_weather", NESTED_JSON)), [("get_weather", NESTED)]),
-    Case("deepseek_v31", "Hi" + deepseek(V31[0], *BOTH), [LONG, NOW], "Hi"),
-    Case(
-        "deepseek_v31",
-        "hm</think>" + deepseek(V31[0], ("get_weather", NESTED_JSON)),
-        [("get_weather", NESTED)],
-        "",
-        "hm",
-        "inside",
-    ),
-    # Kimi
-    Case(
-        "kimi_k2",
-        "Hi" + KIMI_SECTION.format(KIMI.format("get_weather", 0, LONG_JSON) + KIMI.format("now", 1, "{}")),
-        [LONG, NOW],
-        "Hi",
-    ),
-    Case(
-        "kimi_k2",
-        "<think>hm</think>" + KIMI_SECTION.format(KIMI.format("get_weather", 0, NESTED_JSON)),
-        [("get_weather", NESTED)],
-        "",
-        "hm",
-        "maybe",
-    ),
-    Case("kimi_k2", "hm" + KIMI_SECTION.format(KIMI.format("now", 12, "")), [NOW], "", "hm", "inside"),
+    Case("deepseek_v3", "Hi\n\n" + deepseek(*BOTH), [LONG, NOW], "Hi"),
+    Case("deepseek_v3", "<think>\nhm\n</think>\n" + deepseek(BOTH[0]), [LONG], "", "\nhm\n", "maybe"),
+    Case("deepseek_v3", deepseek(("get_weather", NESTED_JSON)), [("get_weather", NESTED)]),
     # GLM
     Case(
         "glm45",
@@ -220,53 +188,6 @@ CASES = [
     Case("phi4_mini", "use functools.reduce", (), "use functools.reduce"),
     Case("phi4", f"<|tool_call|>[{objects(*BOTH)}]<|/tool_call|>", [LONG, NOW]),
     Case("phi4", f"<|tool_call|>{objects(BOTH[0])}<|/tool_call|>", [LONG]),
-    # Gemma
-    Case(
-        "gemma4",
-        '<|channel>thought\nhm<channel|><|tool_call>call:get_weather{city:<|"|>Köln<|"|>,days:3}<tool_call|>'
-        "<|tool_call>call:now{}<tool_call|>",
-        [LONG, NOW],
-        "",
-        "hm",
-        "maybe",
-        "gemma4",
-    ),
-    Case(
-        "gemma4",
-        'Hi<|tool_call>call:get_weather{options:{a:[1,{b:null}],<|"|>c<|"|>:<|"|>x,y<|"|>},tags:[<|"|>a<|"|>],exact:true}<tool_call|>',
-        [("get_weather", {"options": {"a": [1, {"b": None}], "c": "x,y"}, "tags": ["a"], "exact": True})],
-        "Hi",
-    ),
-    Case("gemma4", "<|tool_call>call:get_weather{city:ftp://a/b,days:3}<tool_call|>", [WITH_COLON]),
-    Case("gemma4", "hm<channel|>Hi", (), "Hi", "hm", "inside", "gemma4"),
-    # gpt-oss
-    Case(
-        "gpt_oss",
-        HARMONY_THOUGHT + HARMONY_CALL.format("get_weather", LONG_JSON),
-        [LONG],
-        "",
-        "hm, <think>",
-        "maybe",
-        "gpt_oss",
-    ),
-    Case(
-        "gpt_oss",
-        HARMONY_THOUGHT + "<|channel|>final<|message|>Hi <b><|return|>",
-        (),
-        "Hi <b>",
-        "hm, <think>",
-        "maybe",
-        "gpt_oss",
-    ),
-    Case(
-        "gpt_oss",
-        "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant" + HARMONY_CALL.format("now", "{}"),
-        [NOW],
-        "Let me see.",
-    ),
-    Case("gpt_oss", ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Köln"}', [CITY]),
-    Case("gpt_oss", ' to=functions.get_weather <|channel|>commentary json<|message|>{"city": "Köln"}', [CITY]),
-    Case("gpt_oss", "plain", (), "plain"),
     # Functions: Llama 4, Gemma 3
     Case("pythonic", '[get_weather(city="Köln", days=3), now()]', [LONG, NOW]),
     Case(
@@ -296,15 +217,10 @@ MALFORMED = [
     ("qwen3_coder", "<tool_call>\nno call\n</tool_call>"),
     ("qwen3_coder", "use <function=get_weather and that"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>"),
-    ("deepseek_v31", "<｜tool▁call▁begin｜>get weather<｜tool▁sep｜>{}"),
-    ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>nothing"),
-    ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
-    ("kimi_k2", "<|tool_call_begin|>f:0<|tool_call_argument_begin|>none<|tool_call_end|>"),
     ("glm45", "<tool_call>now what</tool_call>"),
     ("minimax_m2", "<minimax:tool_call>\nwhat\n</minimax:tool_call>"),
     ("granite3", "<|tool_call|>[1, 2]"),
     ("phi4_mini", "functools[reduce]"),
-    ("gemma4", "<|tool_call>what<tool_call|>"),
     ("mistral", "[TOOL_CALLS] none"),
     ("pythonic", "[get_weather(Köln)]"),
     ("llama", '{"name": "other", "parameters": {}}'),
@@ -377,7 +293,7 @@ def test_a_number_that_json_cannot_write_is_a_string(text: str) -> None:
 @pytest.mark.parametrize(
     "of_calls", [{"required": [{}]}, {"properties": {"a": {"anyOf": 5}}}, {"properties": {"a": {"type": 5}}}]
 )
-@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
 def test_a_schema_of_wrong_types_breaks_nothing(name: str, of_calls: dict[str, Any]) -> None:
     tokenizer: Any = SimpleNamespace(added_tokens={}, added_pattern=re.compile("(?!)"))
     assert FORMATS[name].rules(GrammarTools({"f": of_calls}, {"f": of_calls}, (), True, tokenizer))

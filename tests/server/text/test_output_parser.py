@@ -11,7 +11,6 @@ from server.schema.tools import ToolName
 from server.text.call_syntax import JsonScanner, call_of
 from server.text.formats import CALL_LIST, FORMATS, formats_of
 from server.text.formats.calls import MAX_NAME_CHARS
-from server.text.formats.harmony import HARMONY
 from server.text.output_parser import OutputDelta, OutputParser, OutputRules
 
 HERMES = OutputRules(tools=FORMATS["hermes"])
@@ -200,18 +199,6 @@ def test_the_input_of_a_custom_tool_comes_as_it_is_written() -> None:
     assert parser.feed("cd\\", last=False) == [OutputDelta("input", "cd")]
     assert parser.feed('ne"', last=False) == [OutputDelta("input", "\ne")]
     assert parser.feed("}}</tool_call>", last=True) == []
-
-
-def test_thoughts_end_the_input_of_a_custom_tool() -> None:
-    """An input that is held until its call has ended precedes them."""
-    names = {"say": ToolName("say", "custom")}
-    rules = OutputRules(reasoning="maybe", tools=HARMONY, tool_names=frozenset(names), client_names=names)
-    text = (
-        '<|channel|>commentary to=functions.say <|constrain|>json<|message|>{"patch":"x"}<|end|>'
-        "<|start|>assistant<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>ok"
-    )
-    deltas = OutputParser(rules).feed(text, last=True)
-    assert deltas == [("call", "say"), ("input", "x"), ("reasoning", "hm"), ("content", "ok")]
 
 
 @pytest.mark.parametrize("text", ['{"name": "f", "arguments": null}', '{"arguments": null, "name": "f"}'])

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 (DeepSeek's markers have a wide bar)
 """Whatever a model writes, however it is cut: a streamed answer is the whole one, and no character of it is lost."""
 
 from __future__ import annotations
@@ -50,14 +49,9 @@ HEADS = [
     f"<function=f>\n<parameter=a>\n{WITNESS}\n</parameter>\n</function>",
     f'<invoke name="f"><parameter name="a">{WITNESS}</parameter></invoke>',
     f"f\n<arg_key>a</arg_key>\n<arg_value>{WITNESS}</arg_value>",
-    "functions.f:0<|tool_call_argument_begin|>{}",
-    "f<｜tool▁sep｜>{}",
     'f\n```json\n{"a": 1}\n```',
-    f'call:f{{a:<|"|>{WITNESS}<|"|>,b:[1,{{c:x}}]}}',
     f"f(a=\"{WITNESS}\", b=[1, 'x'])",
     f"[f(a={WITNESS}), fly()]",
-    f"<|channel|>analysis<|message|>{WITNESS}<|end|>",
-    '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
 ]
 OBJECTS = [
     '{"name": "f", "arguments": {"a": [1, {"b": "x}"}]}}',
