@@ -48,13 +48,16 @@ def formats(
 
 def _tool_format(source: str, tokens: Collection[str], template: ChatTemplate) -> ToolFormat | None:
     """Return the first possible format that reads the template's own call."""
-    written = _written_call(template) if template.takes_tools else ""
+    written = _written_call(template, tokens) if template.takes_tools else ""
     possible = formats_of(source, tokens if template.takes_tools else ())
     return next((each for each in possible if not written or _reads(each, written)), None)
 
 
-def _written_call(template: ChatTemplate) -> str:
-    """Return what a template writes for a call, without the header of the turn; "" when it refuses or omits one."""
+def _written_call(template: ChatTemplate, tokens: Collection[str]) -> str:
+    """Return what a template writes for a call, without the header of the turn; "" when it refuses or omits one.
+
+    The header is what the prompt of an answer begins with too, cut between tokens or lines.
+    """
     parameters = {"type": "object", "properties": {"city": {"type": "string", "description": "a city"}}}
     tool = FunctionDefinition(name=_CALL.name, description="Return the weather.", parameters=parameters)
     call = ToolCall(id="call00001", function=_CALL)  # Mistral's templates want nine letters or digits
@@ -66,6 +69,10 @@ def _written_call(template: ChatTemplate) -> str:
         return ""
     header, written = asked.rpartition(_QUESTION)[2], text.rpartition(_QUESTION)[2]
     same = next((at for at, pair in enumerate(zip(header, written, strict=False)) if pair[0] != pair[1]), len(header))
+    if same < len(header):
+        starts = [written.rfind(token, 0, same + len(token)) for token in tokens]
+        ends = [at + len(token) for at, token in zip(starts, tokens, strict=True) if at >= 0]
+        same = max([written.rfind("\n", 0, same) + 1, *starts, *(end for end in ends if end <= same)])
     return written[same:] if _CITY in written else ""
 
 

@@ -6,14 +6,19 @@ from __future__ import annotations
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from server.config import GatewayConfig, parse
+from server.models.recognition import formats
 from server.models.served_model import ServedModel, build_model
+from server.text.chat_template import ChatTemplate
 from server.text.formats import FORMATS
 from tests.server.conftest import bundle_of, trained_tokenizer
 from tests.server.gateway_app import gateway
@@ -326,6 +331,56 @@ def test_a_form_without_markers_is_checked_too(call: str, name: str | None) -> N
     template += "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     found = model_of(chat_template=template).tool_format
     assert (found and found.name) == name
+
+
+PYTHON_CALL = "{{ f.name }}(city='{{ f.arguments.city }}')"
+TAGGED = "<parameter=city>\n{{ f.arguments.city }}\n</parameter>\n"
+GLM_CALL = "<arg_key>city</arg_key>{0}<arg_value>{{{{ f.arguments.city }}}}</arg_value>{0}</tool_call>"
+LISTED_CALL = '[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]'
+NAMED = "{{ f.name }}%s{{ f.arguments | tojson }}"
+TEMPLATE_CALLS = {
+    "deepseek_v3": f"{BEGIN}{CALL}function{SEP}{NAMED}" % f"\n{'```'}json\n" + f"\n```{CALL_END}{END}",
+    "glm45": "<tool_call>{{ f.name }}\n" + GLM_CALL.format("\n"),
+    "glm47": "<tool_call>{{ f.name }}" + GLM_CALL.format(""),
+    "granite3": "<|tool_call|>" + LISTED_CALL,
+    "hermes": HERMES_CALL,
+    "llama": LISTED_CALL[1:-1].replace('arguments"', 'parameters"'),
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="{{ f.name }}">\n<parameter name="city">{{ f.arguments.city }}'
+    "</parameter>\n</invoke>\n</minimax:tool_call>",
+    "mistral": "[TOOL_CALLS]" + LISTED_CALL,
+    "mistral_v11": "[TOOL_CALLS]" + NAMED % "[ARGS]",
+    "phi4": f"<|tool_call|>{LISTED_CALL}<|/tool_call|>",
+    "phi4_mini": "functools" + LISTED_CALL,
+    "pythonic": f"[{PYTHON_CALL}]",
+    "qwen3_coder": "<tool_call>\n<function={{ f.name }}>\n" + TAGGED + "</function>\n</tool_call>",
+}
+"""By format: how a template writes a call."""
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=20)
+@given(
+    header=st.sampled_from(["<|assistant|>", "<|im_start|>assistant\n"]),
+    special=st.booleans(),
+    size=st.integers(0, 12),
+    end=st.sampled_from(["think>", "<think>\n", "\n\n", "|", "channel|>"]),
+)
+def test_the_end_of_the_prompt_hides_no_call(name: str, header: str, special: bool, size: int, end: str) -> None:
+    """A prompt that opens thoughts may share characters with a call, as QwQ's `<think>` and `<tool_call>` do."""
+    marker = FORMATS[name].opens[0] if FORMATS[name].opens else '{"name"'
+    begun = marker[: min(size, len(marker) - 1)] + end
+    assume(not TEMPLATE_CALLS[name].startswith(begun))
+    marks = FORMS[name][0].translate(dict.fromkeys(map(ord, "{}")))
+    source = (
+        f"{{{{ tools }}}}{{# {marks} #}}{{% for m in messages %}}{{{{ m.content }}}}"
+        f"{{% for call in m.tool_calls %}}{{% set f = call.function %}}{header}{TEMPLATE_CALLS[name]}{{% endfor %}}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{header}{begun}{{% endif %}}"
+    )
+    tokens = ["<|assistant|>", *(each for each in FORMATS[name].markers if special)]
+    bundle: Any = SimpleNamespace(chat_template=source, tool_template=None)
+    tokenizer: Any = SimpleNamespace(added_tokens=dict.fromkeys(tokens, 1))
+    template = ChatTemplate(source, bos_token=None, eos_token=None)
+    assert formats(bundle, tokenizer, template, CONFIG)[0] == FORMATS[name]
 
 
 def test_a_template_that_refuses_calls_has_its_marks() -> None:
