@@ -13,7 +13,6 @@ from worker.common.command_line import suggestion
 from worker.common.cores import bound_spinning
 
 BENCHES: Final = {
-    "batch": "a file of requests in the order of prefixes, and shuffled",
     "cache": "the bookkeeping of the paged cache for a request, and the hashing of its blocks",
     "replay": "recorded conversations against any OpenAI-compatible server, or two side by side",
 }

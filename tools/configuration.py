@@ -30,14 +30,13 @@ PARSERS: Final = {
     "index": "server.cli.index",
     "prefix": "server.cli.prefix",
     "usage": "server.cli.usage",
-    "batch": "server.cli.batch",
 }
 """Command to the module whose `parser()` reads its options. Other commands have few options, and `--help`."""
 PAGES: Final = {
     "serve": ("serve",),
     "gateway": ("gateway",),
     "worker": ("worker",),
-    "tools": ("top", "doctor", "keys", "index", "prefix", "usage", "batch"),
+    "tools": ("top", "doctor", "keys", "index", "prefix", "usage"),
 }
 """Page below docs/configuration to the commands on it."""
 TOOLS: Final = ", ".join(f"`headstart {name}`" for name in (*PAGES["tools"], "bench"))

@@ -24,7 +24,6 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "index": ("what the shared index holds; shared prefixes; emptying a worker", "server.cli.index"),
     "prefix": ("where the prompts of two requests part, and why", "server.cli.prefix"),
     "usage": ("sums of usage logs by tenant, key, model and day", "server.cli.usage"),
-    "batch": ("a file of requests in OpenAI's batch format, answered by any server", "server.cli.batch"),
     "bench": ("the measurements; each prints a table", "benchmarks"),
 }
 """Summary and module of each command."""

@@ -33,10 +33,6 @@ class CommandError(Exception):
         self.status = status
 
 
-class RedirectError(ValueError):
-    """The answer is a redirect. Keys and requests are only sent to the given address."""
-
-
 def ops_url(text: str) -> str:
     """`8001`, `host:8001` or a URL, also the dashboard's -> a base URL."""
     host = f"127.0.0.1:{text}" if text.isdecimal() else text
@@ -118,7 +114,7 @@ async def fetch_json(
                 method, url, params=params, headers=headers, data=body, ssl=tls, allow_redirects=False
             ) as response,
         ):
-            return response.status, json.loads(await read_answer(response, MAX_ANSWER_BYTES))
+            return response.status, json.loads(await _read(response))
     except (aiohttp.ClientError, TimeoutError) as error:
         raise OSError(reason(error)) from None
     except RecursionError:
@@ -151,15 +147,15 @@ async def ask_ops_port(args: argparse.Namespace, path: str, *, status: int = 1, 
     raise CommandError(f"{url} is not a gateway's ops port: it answered {code}", status)
 
 
-async def read_answer(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Return the body of an answer. Raises RedirectError, or ValueError for a longer one."""
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of an answer. Raises ValueError for a longer one, and for a redirect: keys go nowhere else."""
     if 300 <= response.status < 400:
-        raise RedirectError(f"it redirects to {response.headers.get('location', '')!r:.200}: give that address")
+        raise ValueError(f"it redirects to {response.headers.get('location', '')!r:.200}: give that address")
     body = bytearray()
     async for part in response.content.iter_any():
         body += part
-        if len(body) > max_bytes:
-            raise ValueError(f"its answer is longer than {max_bytes >> 20} MiB")
+        if len(body) > MAX_ANSWER_BYTES:
+            raise ValueError(f"its answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
     return bytes(body)
 
 

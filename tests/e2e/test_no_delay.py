@@ -7,7 +7,6 @@ With the option off, the kernel keeps a small write until the one before is ackn
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import subprocess
@@ -82,15 +81,10 @@ def test_a_connection_for_one_request(ask: Callable[[str], None]) -> None:
         asking.result(HANG_S)
 
 
-@pytest.mark.parametrize(
-    "command", [["top", "--ops"], ["batch", "requests.jsonl", "answers.jsonl", "--url"]], ids=["top", "batch"]
-)
-def test_connections_of_a_command(command: list[str], tmp_path: Path) -> None:
-    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}
-    (tmp_path / "requests.jsonl").write_text(json.dumps(line))
+def test_connections_of_a_command(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        words = [sys.executable, "-m", "server.cli", *command, url]
+        words = [sys.executable, "-m", "server.cli", "top", "--ops", url]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
             try:

@@ -46,7 +46,6 @@ COVERED: Final = {
     r"headstart index": HERE,
     r"headstart prefix": "tests/server/ops/test_prefix.py",
     r"headstart usage": "tests/server/usage/test_accounts.py",
-    r"headstart batch": "tests/e2e/test_batch.py",
     r"headstart keys": "tests/server/auth/test_api_keys.py",
     r"(docker|podman) build": "tests/k8s/test_dockerfile.py",
     r"(helm|kubectl) ": "tests/k8s",

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from server.cli import batch, common
+from server.cli import common
 from tests.running import listening
 from tests.server.cli.commands import status_of
 from tests.server.request.test_strangers import Answer, http, repeats, sends, stranger
-from tests.server.test_app import chat
 
 KEY = "sk-only-for-the-address-that-was-given"
 JSON = "content-type: application/json"
@@ -22,24 +19,20 @@ COMMANDS = {
     "index": ("index", "--ops", "URL", "--ops-key-file", "KEY"),
     "prefixes": ("index", "prefixes", "--ops", "URL", "--ops-key-file", "KEY"),
     "purge": ("index", "purge", "w0", "--ops", "URL", "--ops-key-file", "KEY"),
-    "batch": ("batch", "IN", "OUT", "--url", "URL", "--api-key-file", "KEY", "--retry-s", "0"),
     "top": ("top", "--ops", "URL", "--json"),
 }
 
 
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (common, batch):
-        monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(common, "MAX_ANSWER_BYTES", 1 << 20)
 
 
 def words(command: str, url: str, folder: Path) -> list[str]:
-    """Return a command line, and write the files that it names."""
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat()}
-    files = {"IN": json.dumps(line) + "\n", "KEY": KEY, "OUT": ""}
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    return [url if word == "URL" else str(folder / word) if word in files else word for word in COMMANDS[command]]
+    """Return a command line, and write the key that it names."""
+    key = folder / "key"
+    key.write_text(KEY)
+    return [{"URL": url, "KEY": str(key)}.get(word, word) for word in COMMANDS[command]]
 
 
 async def run(command: str, answer: Answer, folder: Path) -> int:
@@ -64,7 +57,6 @@ async def test_no_command_follows_a_redirect(
     assert seen == []
     error = capsys.readouterr().err
     assert str(status) in error or "redirects" in error
-    assert not (tmp_path / "OUT").read_bytes()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -89,21 +81,3 @@ def closes(answer: bytes) -> Answer:
         writer.close()
 
     return send
-
-
-async def test_an_answer_that_is_too_long_costs_its_line_alone(tmp_path: Path) -> None:
-    """The same line would be too long again."""
-    answers: Sequence[bytes] = (http(200, b'{"a": "%b"}' % (b"x" * (2 << 20)), JSON), http(200, b"{}", JSON))
-    line = {"method": "POST", "url": "/v1/chat/completions", "body": chat()}
-    arguments = words("batch", "URL", tmp_path)
-    (tmp_path / "IN").write_text("".join(json.dumps({"custom_id": name} | line) + "\n" for name in ("long", "short")))
-    left = list(answers)
-
-    async def answer(writer: asyncio.StreamWriter) -> None:
-        await closes(left.pop(0))(writer)
-
-    async with stranger(answer) as there:
-        arguments = [there.url if word == "URL" else word for word in arguments]
-        assert await asyncio.to_thread(status_of, *arguments, "--concurrency", "1", "--order", "file") == 1
-    (answered,) = (tmp_path / "OUT").read_text().splitlines()
-    assert json.loads(answered)["custom_id"] == "short"
