@@ -18,8 +18,6 @@ BENCHES: Final = {
 }
 """Summary of each bench of the wheel."""
 DEV_BENCHES: Final = {
-    "bodies": "generated bodies, each refused or served within two bounds",
-    "dashboard": "what an open dashboard costs the gateway and the browser",
     "engine": "the scheduler and the model on one device, without HTTP",
     "engines": "what an adapter adds in front of a vLLM, and routers head to head",
     "first-token": "from the request to the first token, stage by stage, next to other servers",
@@ -29,7 +27,6 @@ DEV_BENCHES: Final = {
     "limits": "single requests within every limit, each at the worst of its fields",
     "prompts": "what a prompt of 8,000 to 128,000 tokens costs the gateway",
     "route": "routing policies on recorded workloads in simulated time",
-    "scale": "a fleet that follows the number of workers needed, through a simulated day",
     "speculation": "tokens per second with drafts and without, in pairs",
     "tiers": "the first token of a prompt whose blocks are elsewhere, and the cost of keeping blocks",
 }

@@ -39,7 +39,6 @@ COVERED: Final = {
     r"headstart bench route": "tests/benchmarks/dev/test_route.py",
     r"headstart bench replay": "tests/e2e/test_replay.py",
     r"headstart bench (cache|index|engine|gateway|speculation)": "tests/benchmarks",
-    r"headstart bench dashboard": "tests/browser/test_load.py",
     r"headstart top": "tests/server/cli/test_top.py",
     r"headstart doctor": "tests/server/cli/test_doctor.py",
     r"headstart index purge": "tests/server/cli/test_index.py",

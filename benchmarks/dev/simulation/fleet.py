@@ -104,10 +104,7 @@ class Fleet:
             tiers=("disk",) if settings.lower_tier and settings.moves else (),
         )
         model = self._model.at_speed(SPEEDS[number % 2]) if settings.two_speeds else self._model
-        return self._new(member, model, self._pool or HashAllocator(self._num_worker_blocks + 1, 1))
-
-    def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> SimulatedWorker:
-        settings = self._settings
+        cache = self._pool or HashAllocator(self._num_worker_blocks + 1, 1)
         if not settings.moves:
             kind = SharedWorker if settings.shared_engine else SimulatedWorker
             return kind(member, model, cache, settings.report_s, settings.passes)

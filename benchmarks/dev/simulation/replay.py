@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Final
+from typing import Final
 
 from benchmarks.dev.simulation.engine import Job, SimulatedWorker
 from benchmarks.dev.simulation.fleet import MODEL, Fleet, ReplaySettings
@@ -59,8 +59,6 @@ class Arrival:
 class Replay:
     """One run of one policy; `run` may be called once."""
 
-    fleet_type: ClassVar[type[Fleet]] = Fleet
-
     def __init__(self, workload: Workload, make_policy: Callable[[], Policy], settings: ReplaySettings) -> None:
         self._workload = workload
         self._settings = settings
@@ -73,7 +71,7 @@ class Replay:
         self._late: deque[tuple[float, bool, WorkerId, list[BlockEvent]]] = deque()
         rng = random.Random(settings.seed)
         self._gateway_rng = random.Random(rng.getrandbits(64))
-        self._fleet = self.fleet_type(workload, settings)
+        self._fleet = Fleet(workload, settings)
         self._workers: dict[WorkerId, SimulatedWorker] = {}
         """All that there have been."""
         self._live: list[SimulatedWorker] = []

@@ -1,1 +1,0 @@
-"""A simulated day with a fleet that grows and shrinks."""
