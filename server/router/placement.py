@@ -30,6 +30,8 @@ from worker.wire import BlockSource
 
 MIN_RELEASED_BLOCKS: Final = 1e-3
 """With fewer, after decay, the mean residency is unknown."""
+MIN_ENDED: Final = 4
+"""Before this many requests have ended, their residency refuses nothing: one long answer proves little."""
 
 
 class Decision(msgspec.Struct, frozen=True, eq=False):
@@ -113,6 +115,8 @@ class Scorer:
         self.loads = LoadTracker(clock, self._cost.window_s)
         self._residency_s = DecayedRatio(self._cost.window_s)
         """How long recently ended requests held a block."""
+        self._num_ended = 0
+        """Requests in it."""
         self._return_share = DecayedRatio(self._cost.window_s)
         """The part of recent prompt tokens that some worker held already."""
         self._gateway_id = gateway_id
@@ -172,7 +176,7 @@ class Scorer:
         scores = self._policy.scores(request, eligible, fleet)
         for worker, score in zip(eligible, scores, strict=True):
             worker.guard, worker.score = None, score  # a slow or broken one is in use after all
-        return Decision(request, workers, _best(request, eligible), num_candidates)
+        return Decision(request, workers, _best(request, eligible, self._sure_ttft_s), num_candidates)
 
     def place(self, decision: Decision) -> Placement:
         """Choose one of the best workers at random, and count the request there."""
@@ -246,6 +250,7 @@ class Scorer:
         num_gone = self.ledger.closed((member.worker_id, member.epoch), active, hashes)
         placement.estimate.close(active, now_s, len(hashes) - num_gone)
         if active.started_s is not None:
+            self._num_ended += 1
             self._residency_s.add(active.num_blocks * (now_s - active.started_s), active.num_blocks, now_s)
         return True
 
@@ -255,6 +260,12 @@ class Scorer:
         least = min(loads)
         best = [each.member for each, load in zip(holders, loads, strict=True) if load == least]
         return best[0] if dry_run or len(best) == 1 else self._rng.choice(best)
+
+    def _sure_ttft_s(self, worker: WorkerView) -> float:
+        """Return the part of the predicted time to the first token that rests on measurements."""
+        if worker.load.prefill_tokens_per_s == 0.0:
+            return 0.0
+        return worker.predicted_ttft_s - (worker.kv_wait_s if self._num_ended < MIN_ENDED else 0.0)
 
     def _views(
         self, request: RouteRequest, candidates: Sequence[Candidate], broken: Container[WorkerId]
@@ -275,10 +286,12 @@ def _eligible(workers: Sequence[WorkerView]) -> list[WorkerView]:
     return []
 
 
-def _best(request: RouteRequest, workers: Sequence[WorkerView]) -> Sequence[WorkerView]:
+def _best(
+    request: RouteRequest, workers: Sequence[WorkerView], sure_ttft_s: Callable[[WorkerView], float]
+) -> Sequence[WorkerView]:
     """Return the workers with the lowest score, of those within the request's budget; or its session's own worker."""
     if request.ttft_budget_s is not None:
-        workers = [worker for worker in workers if worker.predicted_ttft_s <= request.ttft_budget_s]
+        workers = [worker for worker in workers if sure_ttft_s(worker) <= request.ttft_budget_s]
     if request.hard_affinity and request.affinity_key and workers:
         return [rendezvous_worker(request.affinity_key, workers)]
     lowest = min([worker.score for worker in workers if worker.score is not None], default=0.0)

@@ -36,6 +36,7 @@ from worker.adapter.subscriber import EventSubscriber
 from worker.common.capabilities import GENERATING, adapter_names, adapters_in
 from worker.contracts.engine import EngineDeadError, EngineOutput, EngineSinks, RefusedError, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import QueuePace
 from worker.contracts.validation import refusal
 from worker.wire import EngineCall, Failed, GenerateRequest, TokenizerBundle, pack, unpack
 
@@ -208,6 +209,10 @@ class AdapterEngine:
             return None if await self._api.is_healthy() else "the engine reports that it is not healthy"
         except EngineLostError as error:
             return str(error)
+
+    @property
+    def pace(self) -> QueuePace:
+        return self._account.pace
 
     @property
     def not_ready_reason(self) -> str | None:

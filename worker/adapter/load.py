@@ -16,7 +16,7 @@ from cache.records import WorkerLoad
 from cache.types import GatewayId
 from worker.adapter.api import EngineLoad
 from worker.contracts.engine import RequestKey
-from worker.contracts.rates import PrefillRate, StartInterval
+from worker.contracts.rates import PrefillRate, QueuePace, StartInterval
 
 MIN_MEASURED_TOKENS: Final = 32
 """Shorter prefills would measure the overhead of a request."""
@@ -102,6 +102,11 @@ class LoadAccount:
     def num_queued_tokens(self) -> int:
         """Tokens to compute behind the first prefill in line."""
         return sum(prefill.num_tokens for prefill in list(self._prefills)[1:])
+
+    @property
+    def pace(self) -> QueuePace:
+        """How fast the queue drains. The rate is that of single prefills, and an engine computes several at once."""
+        return QueuePace(self.starts.sure_s(time.monotonic()))
 
     def current(self, engine: EngineLoad | None, block_size: int, draining: bool, is_slow: bool = False) -> WorkerLoad:
         """Return the load. `engine`: its counts as last read; `block_size`: this worker's."""

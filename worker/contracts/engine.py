@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, Prot
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch
 from worker.contracts.exchange import BlockExchange
+from worker.contracts.rates import QueuePace
 from worker.publishing.inbox import PublisherInbox
 from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle
 
@@ -134,6 +135,10 @@ class Engine(Protocol):
     @property
     def load(self) -> WorkerLoad:
         """The load as last reported."""
+
+    @property
+    def pace(self) -> QueuePace:
+        """How fast its queue drains, as last reported."""
 
     @property
     def index_problem(self) -> str | None:

@@ -7,7 +7,7 @@ TransferRate   tokens fetched in a second            StepCost         the time o
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 _HALF_LIFE_S: Final = 20.0
 """Seconds of prefill after which a measurement weighs half."""
@@ -18,6 +18,10 @@ _GUESS_WEIGHT_S: Final = 0.01
 """The guess weighs as much as a fetch of this length: a short one mostly opens a connection."""
 _HALF_LIFE_STARTS: Final = 32
 """Starts after which a measured interval weighs half."""
+_QUEUE_HALF_LIFE_S: Final = 10.0
+"""Seconds without a start from a queue after which the samples count half: the next queue has other requests."""
+_MIN_SAMPLES: Final = 8.0
+"""Steps with starts before an interval refuses a request: in fewer, one stall or one long prompt is most of it."""
 _COST_FADE: Final = 0.98  # 34 steps halve a weight
 _PRIOR_VARIANCE: Final = 4.0
 """The weight of the first guess of a row's cost, in squared rows."""
@@ -89,30 +93,64 @@ class TransferRate:
         return num_tokens / self.tokens_per_s(now_s)
 
 
+class QueuePace(NamedTuple):
+    """How fast an engine's queue drains, for the limits of the queue."""
+
+    sure_interval_s: float = 0.0
+    """`StartInterval.sure_s`."""
+    prefill_s: float = 0.0
+    """Time to prefill the uncached prompt tokens of those that wait."""
+
+
 class StartInterval:
-    """Mean time from one start of a request to the next, while others wait: how fast the queue drains."""
+    """Mean time from one start of a request to the next, while others wait: how fast the queue drains.
+
+    Only starts that leave others waiting count: the last ones of a queue began when they came, not when they could.
+    """
 
     def __init__(self) -> None:
         self._num_started = 0.0
         self._duration_s = 0.0
+        self._squares = (0.0, 0.0, 0.0)
+        """Sums over the samples: starts * starts, starts * seconds, seconds * seconds."""
+        self._num_samples = 0.0
+        self._sampled_s = -math.inf
         self._backlog_s: float | None = None
         """When the last request started, or the queue formed, while requests wait."""
 
     def record(self, num_started: int, num_waiting: int, now_s: float) -> None:
         """Count the starts of one step's admission, and the requests that it left waiting."""
-        if num_started and self._backlog_s is not None:
-            fade = 0.5 ** (num_started / _HALF_LIFE_STARTS)
-            self._num_started = fade * self._num_started + num_started
-            self._duration_s = fade * self._duration_s + now_s - self._backlog_s
+        if num_started and num_waiting and self._backlog_s is not None:
+            self._add(num_started, now_s - self._backlog_s, now_s)
         if num_waiting == 0:
             self._backlog_s = None
         elif num_started or self._backlog_s is None:
             self._backlog_s = now_s
 
+    def _add(self, num_started: int, duration_s: float, now_s: float) -> None:
+        num_samples = 1.0 + self._num_samples_at(now_s - duration_s)
+        self._num_samples, self._sampled_s = min(2.0 * _MIN_SAMPLES, num_samples), now_s
+        fade = 0.5 ** (num_started / _HALF_LIFE_STARTS)
+        self._num_started = fade * self._num_started + num_started
+        self._duration_s = fade * self._duration_s + duration_s
+        added = num_started * num_started, num_started * duration_s, duration_s * duration_s
+        self._squares = tuple(fade * fade * each + more for each, more in zip(self._squares, added, strict=True))
+
+    def _num_samples_at(self, now_s: float) -> float:
+        return self._num_samples * math.exp2(min(0.0, self._sampled_s - now_s) / _QUEUE_HALF_LIFE_S)
+
     @property
     def mean_s(self) -> float:
         """0.0 before the first measurement."""
         return self._duration_s / self._num_started if self._num_started else 0.0
+
+    def sure_s(self, now_s: float) -> float:
+        """Return the mean less its standard error; 0.0 without a queue, or if too few samples speak for it."""
+        if self._backlog_s is None or self._num_samples_at(now_s) < _MIN_SAMPLES:
+            return 0.0
+        mean_s, (starts, products, seconds) = self.mean_s, self._squares
+        error_s = math.sqrt(max(0.0, seconds - 2.0 * mean_s * products + mean_s * mean_s * starts)) / self._num_started
+        return max(0.0, mean_s - error_s)
 
 
 class StepCost:

@@ -35,7 +35,7 @@ from worker.contracts.engine import (
 )
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
-from worker.contracts.rates import PrefillRate
+from worker.contracts.rates import PrefillRate, QueuePace
 from worker.contracts.step import Runner, SamplerCache
 from worker.contracts.validation import refusal
 from worker.engine.grammar import GrammarCompiler
@@ -126,6 +126,10 @@ class EngineCore:
     @property
     def load(self) -> WorkerLoad:
         return self._reporter.load
+
+    @property
+    def pace(self) -> QueuePace:
+        return self._reporter.pace
 
     def start(self) -> None:
         if self._transfers is not None:
@@ -318,8 +322,8 @@ class EngineCore:
     def _run_housekeeping(self, *, wait_s: float | None) -> None:
         """Do the work that needs no token of the step in flight; wait up to `wait_s` for a command."""
         self._outputs.flush()
-        self._reporter.report_if_due()
         self.mailbox.run(wait_s=wait_s)
+        self._reporter.report_if_due()  # with what has just come: a step may take seconds
 
     def _launch(self) -> None:
         """Schedule a step and launch it."""

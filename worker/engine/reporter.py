@@ -17,7 +17,7 @@ from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import GatewayId
 from worker.contracts.metrics import WorkerMetrics
-from worker.contracts.rates import PrefillRate, StartInterval
+from worker.contracts.rates import PrefillRate, QueuePace, StartInterval
 from worker.kv_transfer.transfers import KVTransfers
 from worker.publishing.inbox import PublisherInbox
 from worker.scheduler.admission import num_growth_blocks
@@ -42,6 +42,8 @@ class Reporter:
     """Report as draining. Any thread may set it."""
     load: WorkerLoad = field(default_factory=WorkerLoad, init=False)
     """As last reported. Frozen: any thread may read it."""
+    pace: QueuePace = field(default_factory=QueuePace, init=False)
+    """As of the last report. Frozen, too."""
     _assigned_s: float = field(default=0.0, init=False)
     _reported_s: float = field(default=0.0, init=False)
 
@@ -74,6 +76,7 @@ class Reporter:
     def _report(self, events: Sequence[BlockEvent]) -> None:
         self._reported_s = time.monotonic()
         self.load = self._current_load()
+        self.pace = QueuePace(self.starts.sure_s(self._reported_s), self._waiting_prefill_s())
         self._metrics.set_state(self.load, self._scheduler.allocator.stats())
         self._metrics.running_max_tokens.set(
             sum(len(sequence.choices) * sequence.request.max_total_tokens for sequence in self._scheduler.running)
@@ -103,6 +106,12 @@ class Reporter:
             start_interval_s=self.starts.mean_s,
         )
         return load if self._transfers is None else self._transfers.with_rates(load)
+
+    def _waiting_prefill_s(self) -> float:
+        """Return the least time until all that wait have started: of a long prompt, only the first chunk counts."""
+        most, requests = self._scheduler.limits.max_num_batched_tokens // 4, self._scheduler.requests.values()
+        num_tokens = sum(min(most, request.num_uncached_tokens) for request in requests if request.started_s is None)
+        return num_tokens / self.rate.tokens_per_s if self.rate.tokens_per_s else 0.0
 
 
 def _num_tokens_left(request: Request) -> int:

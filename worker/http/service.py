@@ -177,7 +177,7 @@ class WorkerService:
             failed = None if is_valid else engine.refusal(request)
         if failed is None and not any(choice.output_ids for choice in request.choices):
             # A resumed request has waited elsewhere already, and its client is reading.
-            failed = self.queue.refusal(request, engine.load.start_interval_s)
+            failed = self.queue.refusal(request, engine.pace)
         if failed is not None:
             raise RefusedError(failed)
 

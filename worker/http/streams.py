@@ -4,7 +4,10 @@ A queue helps only while it drains in time. Each tenant with waiting requests ha
 flood fills only its own share. The wait of a new request is estimated for round robin
 (`worker.scheduler.fairness`):
 
-    wait = start interval x min(all that wait, (requests of its tenant that wait + 1) x tenants that wait)
+    ahead = min(all that wait, (requests of its tenant that wait + 1) x tenants that wait)
+    wait  = the longer of    start interval x ahead    and    prefill time of all that wait x ahead / all that wait
+
+The first is 0 until enough starts were measured (`StartInterval.sure_s`). The second is known from the beginning.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from worker.contracts.engine import RefusedError, RequestKey
+from worker.contracts.rates import QueuePace
 from worker.http.tracing import StreamTrace
 from worker.wire import End, Failed, Frame, GenerateRequest, pack
 
@@ -61,16 +65,17 @@ class QueueAccounting:
     def num_requests(self) -> int:
         return self._num_requests.total()
 
-    def wait_s(self, tenant: str, start_interval_s: float) -> float:
-        """Estimate the wait of a new request of the tenant."""
-        num_tenants = len(self._num_requests) + (tenant not in self._num_requests)
-        return start_interval_s * min(self.num_requests, (self._num_requests[tenant] + 1) * num_tenants)
+    def wait_s(self, tenant: str, pace: QueuePace) -> float:
+        """Estimate the wait of a new request of the tenant: the least that is sure."""
+        num_requests, num_tenants = self.num_requests, len(self._num_requests) + (tenant not in self._num_requests)
+        num_ahead = min(num_requests, (self._num_requests[tenant] + 1) * num_tenants)
+        return max(pace.sure_interval_s * num_ahead, pace.prefill_s * num_ahead / max(1, num_requests))
 
-    def refusal(self, request: GenerateRequest, start_interval_s: float) -> Failed | None:
+    def refusal(self, request: GenerateRequest, pace: QueuePace) -> Failed | None:
         """Return why the request may not join the queue now, and when to retry; None: it may."""
         limits, num_tenants = self._limits, len(self._num_requests)
         num_own, num_tokens = self._num_requests[request.tenant], self._num_tokens[request.tenant]
-        wait_s = self.wait_s(request.tenant, start_interval_s)
+        wait_s = self.wait_s(request.tenant, pace)
         too_late = request.deadline_s is not None and wait_s > request.deadline_s
         if num_own and num_tenants * num_own >= limits.max_waiting_requests:
             reason = f"{num_own} requests wait already"

@@ -59,3 +59,23 @@ async def test_an_answer_as_a_whole_has_no_time_to_first_token(three: Fleets) ->
     three.clock.now_s += 60.0
     three.router.first_token(placement)
     assert three.metrics.predicted_over_actual_ttft.cumulative()[-1] == 0
+
+
+async def test_a_guessed_prediction_refuses_nothing(three: Fleets) -> None:
+    """A worker that has measured no rate may be fast."""
+    for name in "abc":
+        three.index.memory.publish(WorkerId(name), load=WorkerLoad())
+    assert await three.worker(chain(5000), ttft_budget_s=0.5) in "abc"
+
+
+async def test_one_long_answer_does_not_predict_the_next(three: Fleets) -> None:
+    """How long blocks are held is unknown until some requests have ended."""
+    placement = await three.place(chain(10))
+    three.router.started(placement, 0)
+    three.router.first_token(placement)
+    three.clock.now_s += 600.0
+    three.router.closed(placement)
+    full = WorkerLoad(prefill_tokens_per_s=RATE, num_blocks=100, num_free_blocks=0, num_running=1)
+    for name in "abc":
+        three.index.memory.publish(WorkerId(name), load=full)
+    assert await three.worker(chain(20), ttft_budget_s=5.0) in "abc"
