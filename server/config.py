@@ -213,6 +213,14 @@ class GatewayConfig(SharedConfig):
         action="append",
         type=_model_kwargs,
     )
+    force_chat_template_kwargs: Mapping[str, Any] | None = _api(
+        None,
+        "switches of the chat templates of all models, or of one, which no request changes (default: none)",
+        "[MODEL=]JSON",
+        flag="--force-chat-template-kwargs",
+        action="append",
+        type=_model_kwargs,
+    )
     strict_template: bool = _api(
         False, "refuse messages that a model's template does not take (default: change them in place)"
     )
@@ -278,10 +286,10 @@ class GatewayConfig(SharedConfig):
         given = self.chat_template or {}
         return given.get(model, given.get(""))
 
-    def template_kwargs_of(self, model: str) -> dict[str, Any]:
-        """Return the operator's switches of a model's template."""
-        given = self.default_chat_template_kwargs or {}
-        return {**given.get("", {}), **given.get(model, {})}
+    def template_kwargs_of(self, model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the operator's switches of a model's template: those that a request may change, and the others."""
+        default, forced = self.default_chat_template_kwargs or {}, self.force_chat_template_kwargs or {}
+        return {**default.get("", {}), **default.get(model, {})}, {**forced.get("", {}), **forced.get(model, {})}
 
     def limits_client(self) -> ClientSettings:
         """Return how this gateway writes the use of keys to Redis. Raises ValueError."""
@@ -305,7 +313,7 @@ def parser() -> CommandParser:
 
 CONVERTED: Final[Mapping[str, Any]] = {
     "workers": tuple,
-    **dict.fromkeys(("aliases", "chat_template", "default_chat_template_kwargs"), dict),
+    **dict.fromkeys(("aliases", "chat_template", "default_chat_template_kwargs", "force_chat_template_kwargs"), dict),
 }
 """The types of values that are given more than once."""
 

@@ -47,7 +47,10 @@ from server.text.output_parser import OutputParser, OutputRules, call_id
 from server.text.shapes import NOT_JSON
 
 _NAMES: Final = FieldNames(
-    response_format="output_config.format", continue_final_message="messages", tool_schema="input_schema"
+    effort="output_config.effort",
+    response_format="output_config.format",
+    continue_final_message="messages",
+    tool_schema="input_schema",
 )
 _OLDER_NAMES: Final = replace(_NAMES, response_format="output_format")
 _MODES: Final[dict[str, ToolMode]] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}

@@ -67,6 +67,8 @@ class ServedModel:
     """The template of conversations with tools, if it is another one."""
     template_kwargs: Mapping[str, Any]
     """The operator's switches of the template."""
+    forced_kwargs: Mapping[str, Any]
+    """Those that no request changes."""
     tool_format: ToolFormat | None
     """The way it writes tool calls; None: an unknown one."""
     thoughts: ThoughtFormat | None
@@ -122,7 +124,8 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
     Raises TokenizerError or TemplateError.
     """
     _check_sizes(bundle)
-    defaults = {**json.loads(bundle.template_kwargs), **config.template_kwargs_of(bundle.model)}
+    defaults, forced = config.template_kwargs_of(bundle.model)
+    defaults = {**json.loads(bundle.template_kwargs), **defaults}
     if (own := config.template_of(bundle.model)) is not None:
         bundle = replace(bundle, chat_template=own, tool_template=None)
     compiled = partial(
@@ -130,6 +133,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         bos_token=bundle.bos_token,
         eos_token=bundle.eos_token,
         defaults=defaults,
+        forced=forced,
         is_strict=config.strict_template,
         sorts_schemas=config.sort_tool_schemas,
     )
@@ -148,6 +152,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         template=template,
         tool_template=tool_template,
         template_kwargs=defaults,
+        forced_kwargs=forced,
         tool_format=tool_format,
         thoughts=thoughts,
         has_own_calls=has_own_calls,

@@ -24,6 +24,7 @@ class FieldNames:
     response_format: str = "response_format"
     continue_final_message: str = "continue_final_message"
     tool_schema: str = "function.parameters"
+    effort: str = "reasoning_effort"
 
 
 CHAT_NAMES: Final = FieldNames()

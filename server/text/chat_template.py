@@ -19,8 +19,9 @@ from server.event_loop import Steps, run_now, run_sliced
 from server.schema.fields import Message
 from server.schema.intent import Conversation
 from server.text.control_tokens import Marker, RenderedPrompt
-from server.text.shape_probes import PROBE_WORDS, ShapeProbe, find_shapes
+from server.text.shape_probes import PROBE_WORDS, Finding, ShapeProbe, find_shapes
 from server.text.shapes import Shapes, Turn, filled, repaired, without_marks
+from server.text.switches import Grants, as_it_is, find_grants, question, wish_of
 from server.text.template_input import LINE_END, template_messages, template_tools, texts_of, with_tools
 from server.text.template_sandbox import RenderClock, StepTooLongError, TemplateEnvironment, TemplateError
 
@@ -29,8 +30,6 @@ MAX_STEP_S: Final = 0.03
 MAX_PROBE_S: Final = 0.2
 """Time of a probe."""
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024  # more than a million tokens have
-THINKING_SWITCHES: Final = ("enable_thinking", "thinking", "enable_reasoning")
-"""Switches that turn thoughts on or off."""
 _OWN_VARIABLES: Final = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
@@ -53,12 +52,13 @@ class ChatTemplate:
         bos_token: str | None,
         eos_token: str | None,
         defaults: Mapping[str, Any] = MappingProxyType({}),
+        forced: Mapping[str, Any] = MappingProxyType({}),
         is_strict: bool = False,
         sorts_schemas: bool = False,
     ) -> None:
-        """`defaults`: the operator's values of switches. `is_strict`: change nothing. Raises TemplateError.
+        """`defaults`: the operator's values of switches; `forced`: those that no request changes. Raises TemplateError.
 
-        `sorts_schemas`: see `template_tools`.
+        `is_strict`: change nothing. `sorts_schemas`: see `template_tools`.
         """
         try:
             environment = TemplateEnvironment()
@@ -73,15 +73,20 @@ class ChatTemplate:
         """The variables that the template reads, and that only a client or the operator sets."""
         self._constants = [value for value in constants if isinstance(value, str)]
         self._marker: Marker | None = None
-        self._defaults = defaults
+        self._defaults = {**defaults, **forced}
+        self._forced = forced
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._knows_developer = "developer" in source
         self.takes_tools = "tools" in source
         """False: tools and calls are written into messages, see `with_tools`."""
         self._is_strict = is_strict
         self.sorts_schemas = sorts_schemas
-        self.shapes = self._found_shapes()
+        self.shapes: Shapes = self._found(find_shapes(self._prepared))
         """The conversations that it refuses or loses."""
+        self.grants: Grants = self._found(
+            find_grants(self.switches - forced.keys(), lists_tools=self.shapes.lists_tools)
+        )
+        """What it makes of wishes about thoughts."""
         self._joint = self._found_joint()
 
     def keep_as_text(self, control_tokens: Collection[str]) -> None:
@@ -112,7 +117,8 @@ class ChatTemplate:
         messages = yield from template_messages(conversation, knows_developer=self._knows_developer, joint=self._joint)
         tools = template_tools(conversation.tools, sorts_schemas=self.sorts_schemas)
         tool_repairs = self._fill(tools or [])
-        kwargs = self._kwargs(conversation)
+        kwargs, wish_repairs = self._switches(conversation)
+        switches = kwargs
         mark = ""
         if self._marker is not None:
             others = msgspec.json.encode([tools, kwargs]).decode() if tools or kwargs else ""
@@ -124,12 +130,13 @@ class ChatTemplate:
         if self.shapes.marks:
             messages, tools, kwargs = yield from without_marks([messages, tools, kwargs])
         turns, repairs = repaired(self.shapes, self._prepared(messages, tools), has_tools=bool(tools))
-        repairs = (*repairs, *tool_repairs)
+        repairs = (*repairs, *tool_repairs, *wish_repairs)
         if repairs and self._is_strict:
             refusal = (
                 f"The model's chat template does not take these messages: {', '.join(repairs)} (--strict-template)."
             )
-            raise InvalidRequestError(refusal, param=names.messages)
+            param = names.messages if len(repairs) > len(wish_repairs) else names.effort
+            raise InvalidRequestError(refusal, param=param)
         variables = self._tokens | kwargs | clock.variables()
         variables |= {"messages": turns, "tools": tools or ([] if self.shapes.lists_tools else None), "documents": None}
         variables["add_generation_prompt"] = not continued and conversation.add_generation_prompt
@@ -137,7 +144,9 @@ class ChatTemplate:
         try:
             text = yield from self._run(variables, clock, mark, names.messages)
         except InvalidRequestError as error:
-            raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
+            message, field = error.message.replace(mark, ""), self._refused_switches(conversation, switches)
+            message = message.replace("these messages", field or "these messages", 1)
+            raise InvalidRequestError(message, param=field or error.param) from error
         if continued:
             text, found, _ = text.rpartition(_CONTINUATION_MARK)
             if not found:
@@ -158,15 +167,14 @@ class ChatTemplate:
             tool["function"] = function
         return ("tool-fields",)
 
-    def _found_shapes(self) -> Shapes:
-        finding = find_shapes(self._prepared)
+    def _found(self, finding: Finding[Any]) -> Any:
+        """Return what probes find."""
         text: str | None = None
         try:
             while True:
                 text = self._probed(finding.send(text))
         except StopIteration as found:
-            shapes: Shapes = found.value
-            return shapes
+            return found.value
 
     def _found_joint(self) -> str:
         """Return what the template writes between the parts of a text: white space, or nothing."""
@@ -178,26 +186,32 @@ class ChatTemplate:
     def _probed(self, probe: ShapeProbe) -> str | None:
         """Return the text of a probe; None: the template refuses it."""
         clock = RenderClock(MAX_PROBE_S)
-        variables = {**self._tokens, **self._defaults, **clock.variables(), "add_generation_prompt": False}
+        variables = {**self._tokens, **self._defaults, **(probe.switches or {}), **clock.variables()}
         variables |= {"messages": probe.messages, "tools": probe.tools}
+        variables["add_generation_prompt"] = probe.switches is not None
         try:
             return run_now(self._run(variables, clock, "", "messages"))
         except InvalidRequestError:
             return None
 
-    def _kwargs(self, chat: Conversation) -> dict[str, Any]:
-        """Return the switches: the client's, then those of its other fields, then the operator's."""
-        given, effort, thinks = chat.template_kwargs, chat.reasoning_effort, chat.enable_thinking
-        if reserved := self._reserved.intersection(given):
+    def _switches(self, chat: Conversation) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return the values of the switches, and the names of those that are not the client's."""
+        if reserved := self._reserved.intersection(chat.template_kwargs):
             message = f"chat_template_kwargs takes no {min(reserved)}: it takes the switches of the template."
             raise InvalidRequestError(message, param="chat_template_kwargs")
-        kwargs = dict(self._defaults)
-        if effort is not None:
-            kwargs["reasoning_effort"] = effort
-            thinks = effort != "none" if thinks is None else thinks
-        if thinks is not None and given.keys().isdisjoint(THINKING_SWITCHES):
-            kwargs |= dict.fromkeys(self.switches.intersection(THINKING_SWITCHES), thinks)
-        return {name: value for name, value in (kwargs | given).items() if name in self.switches}
+        wish, others = wish_of(chat.template_kwargs, chat.reasoning_effort, chat.enable_thinking)
+        granted = self.grants.get(wish) or as_it_is(wish)
+        given = {**self._defaults, **granted.switches, **others, **self._forced}
+        return {name: value for name, value in given.items() if name in self.switches}, granted.repairs
+
+    def _refused_switches(self, chat: Conversation, switches: Mapping[str, Any]) -> str | None:
+        """Return the field of switches that the template refuses in any conversation; None: it refuses this one."""
+        lists_tools = self.shapes.lists_tools
+        if self._probed(question(switches, lists_tools=lists_tools)) is not None:
+            return None
+        if self._probed(question({}, lists_tools=lists_tools)) is None:
+            return None
+        return "chat_template_kwargs" if chat.template_kwargs else chat.names.effort
 
     def _run(self, variables: dict[str, Any], clock: RenderClock, mark: str, param: str) -> Steps[str]:
         """Return the text with its marks, which do not count towards its length. Errors name `param`.

@@ -6,7 +6,7 @@ chosen if it makes more probes show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -33,6 +33,8 @@ class ShapeProbe(NamedTuple):
 
     messages: list[Turn]
     tools: list[dict[str, Any]] | None
+    switches: Mapping[str, Any] | None = None
+    """Given, the text goes on to the answer's beginning."""
 
 
 Finding = Generator[ShapeProbe, str | None, _T]

@@ -38,8 +38,8 @@ _NO_RESULT: Final = f"{OPEN}no result{CLOSE}"
 _SYSTEM_ROLES: Final = ("system", "developer")
 _OTHER: Final = {"user": "assistant", "assistant": "user"}
 REPAIRS: Final = (
-    *("arguments", "call-ids", "call-without-result", "developer", "empty", "first-turn", "result-without-call"),
-    *("same-role", "system", "tool-fields", "tools-without-system"),
+    *("arguments", "call-ids", "call-without-result", "developer", "effort", "empty", "first-turn"),
+    *("result-without-call", "same-role", "system", "thinking", "tool-fields", "tools-without-system"),
 )
 """Names of repairs."""
 Turn = dict[str, Any]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from server.api.engine.media import CHAT_PATH
 from server.api.engine.prompts import Digests, EnginePrompts
@@ -15,11 +16,16 @@ from server.api.formatting import decoded, encode_json
 from server.errors import MESSAGES_PATH, RESPONSES_PATH, InternalError, InvalidRequestError
 from server.event_loop import run_sliced
 from server.models.served_model import ServedModel
-from server.text.shape_probes import TOOL_NAME, ShapeProbe, find_shapes
+from server.text.shape_probes import TOOL_NAME, Finding, ShapeProbe, find_shapes
 from server.text.shapes import CLOSE, OPEN, Shapes, Turn, as_text, filled, repaired, without_marks
+from server.text.switches import EFFORT, EFFORTS, THINKING_SWITCHES, Grants, Wish, find_grants, wish_of
 from worker.wire import EngineCall, Rendered
 
+_T = TypeVar("_T")
+
 TEXTS: Final = {CHAT_PATH: "messages", MESSAGES_PATH: "messages", RESPONSES_PATH: "input"}
+EFFORT_FIELDS: Final = {MESSAGES_PATH: "output_config.effort", RESPONSES_PATH: "reasoning.effort"}
+"""Fields that hold the effort, where it is not a field of its own."""
 LEADS: Final = {MESSAGES_PATH: "system", RESPONSES_PATH: "instructions"}
 """Fields that hold the system message."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
@@ -48,7 +54,7 @@ class EngineShapes:
         """`is_strict`: refuse what a template does not take."""
         self._prompts = prompts
         self._is_strict = is_strict
-        self._known: dict[tuple[str, frozenset[Digests]], Shapes] = {}
+        self._known: dict[tuple[str, frozenset[Digests]], tuple[Shapes, Grants]] = {}
 
     async def repaired(
         self, path: str, fields: dict[str, Any], model: ServedModel, digests: frozenset[Digests], render: Render
@@ -68,7 +74,7 @@ class EngineShapes:
         has_system = turns[:1] and turns[0]["role"] in ("system", "developer")
         if not (possible or has_marks or has_system or filled_tools != tools):
             return fields, ()
-        shapes = await self._shapes(model, digests, render)
+        shapes, _ = await self._found(model, digests, render)
         if has_marks and shapes.marks:
             turns = [*await run_sliced(without_marks(turns))]
         changed, repairs = repaired(replace(shapes, thoughts="reasoning_content"), turns, has_tools=bool(tools))
@@ -82,30 +88,75 @@ class EngineShapes:
             raise InvalidRequestError(message, param=TEXTS[path])
         return fields, repairs
 
-    async def _shapes(self, model: ServedModel, digests: frozenset[Digests], render: Render) -> Shapes:
+    async def granted(
+        self, path: str, fields: dict[str, Any], model: ServedModel, digests: frozenset[Digests], render: Render
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return the fields with wishes about thoughts as the engine's template takes them, and those changed.
+
+        Raises ApiError.
+        """
+        holder, _, name = EFFORT_FIELDS.get(path, EFFORT).rpartition(".")
+        kwargs, holding = decoded(fields.get("chat_template_kwargs")) or {}, fields
+        if holder:
+            holding = decoded(fields.get(holder)) or {}
+        if not isinstance(kwargs, dict) or not isinstance(holding, dict):  # the engine refuses it in its own words
+            return fields, ()
+        effort, forced = decoded(holding.get(name)), model.forced_kwargs
+        given = {each: value for each, value in kwargs.items() if model.template_kwargs.get(each) != value}
+        wish, _ = wish_of(given, effort if effort in EFFORTS else None, None)
+        _, grants = await self._found(model, digests, render) if wish != Wish() else (None, {})
+        if (granted := grants.get(wish)) is None:
+            return fields, ()
+        if granted.repairs and self._is_strict:
+            message = f"The model's chat template does not take {', '.join(granted.repairs)} (--strict-template)."
+            raise InvalidRequestError(message, param=EFFORT_FIELDS.get(path, EFFORT))
+        refused = {EFFORT} if kwargs.get(EFFORT) in EFFORTS else set()
+        refused |= {*THINKING_SWITCHES} if "thinking" in granted.repairs else set()
+        switches = {each: value for each, value in kwargs.items() if each not in refused} | granted.switches
+        effort = switches.pop(EFFORT, None) if EFFORT in granted.switches else None
+        fields = {**fields, "chat_template_kwargs": {**switches, **forced}}
+        if effort is None and holding.get(name) is None:
+            return fields, granted.repairs
+        holding = {**holding, name: None if EFFORT in forced else effort}
+        return fields | ({holder: holding} if holder else {name: holding[name]}), granted.repairs
+
+    async def _found(self, model: ServedModel, digests: frozenset[Digests], render: Render) -> tuple[Shapes, Grants]:
+        """Return what the engine's template takes."""
         key = (model.fingerprint, digests)
         if model.template is not None and await self._prompts.shares_template(digests, model):
-            return model.template.shapes
+            return model.template.shapes, model.template.grants
         if key not in self._known:
-            finding, text = find_shapes(lambda turns, _: turns), None
-            try:
-                while True:
-                    text = await _text(finding.send(text), model, render)
-            except StopIteration as found:
-                self._known[key] = found.value
+            ask = partial(_probed, model=model, render=render)
+            shapes = await ask(find_shapes(lambda turns, _: turns))
+            names = {EFFORT, *THINKING_SWITCHES} - model.forced_kwargs.keys()
+            self._known[key] = shapes, await ask(find_grants(names, lists_tools=False))
         return self._known[key]
+
+
+async def _probed(finding: Finding[_T], model: ServedModel, render: Render) -> _T:
+    text = None
+    try:
+        while True:
+            text = await _text(finding.send(text), model, render)
+    except StopIteration as found:
+        result: _T = found.value
+        return result
 
 
 async def _text(probe: ShapeProbe, model: ServedModel, render: Render) -> str | None:
     """Return what the engine's template writes for a probe; None if it refuses it."""
     body = _body(CHAT_PATH, probe.messages) | {"max_tokens": 1} | ({"model": model.adapter} if model.adapter else {})
     body |= {"tools": probe.tools} if probe.tools else {}
+    switches = {**model.template_kwargs, **(probe.switches or {}), **model.forced_kwargs}
+    if EFFORT in switches:
+        body[EFFORT] = switches.pop(EFFORT)
+    body |= {"chat_template_kwargs": switches} if switches else {}
     try:
         rendered = await render(EngineCall(CHAT_PATH, encode_json(body)))
     except (InvalidRequestError, InternalError):
         return None
     if model.tokenizer.is_engine_only:  # its text is unknown: all of it is taken as shown
-        return TOOL_NAME + encode_json(probe.messages).decode()
+        return f"{TOOL_NAME}{encode_json(probe.messages).decode()}{rendered.prompts[0]}"
     return model.tokenizer.decode(rendered.prompts[0])
 
 

@@ -223,8 +223,10 @@ class EngineTexts(EngineText):
                 return sent, ""
             digests = frozenset(each.member.chat_probes for each in self._able(model, _needs(model, path)))
             sent, ignored = self._without_vendors(path, sent, model)
-            sent, repairs = await self._shapes.repaired(path, sent, model, digests, partial(self._render, model=model))
-        CURRENT.get().repairs = repairs
+            render = partial(self._render, model=model)
+            sent, repairs = await self._shapes.repaired(path, sent, model, digests, render)
+            sent, wish_repairs = await self._shapes.granted(path, sent, model, digests, render)
+        CURRENT.get().repairs = (*repairs, *wish_repairs)
         return sent, ignored
 
     async def _prompt(self, call: EngineCall, sent: dict[str, Any], asked: _EngineBody) -> Rendered:
@@ -372,10 +374,10 @@ def _body(asked: _EngineBody) -> dict[str, Any]:
     body: dict[str, Any] = {name: value for name, value in fields.items() if name not in skip and _is_sent(path, name)}
     if model.adapter:
         body["model"] = model.adapter
-    if path in TEXTS and model.template_kwargs:
+    if path in TEXTS and (model.template_kwargs or model.forced_kwargs):
         kwargs = msgspec.json.decode(fields.get("chat_template_kwargs", b"null"))
         if kwargs is None or isinstance(kwargs, dict):  # the engine refuses another type
-            body["chat_template_kwargs"] = {**model.template_kwargs, **(kwargs or {})}
+            body["chat_template_kwargs"] = {**model.template_kwargs, **(kwargs or {}), **model.forced_kwargs}
     if (output_format := body.pop("output_format", None)) is not None:  # the older name, which engines do not read
         config = decoded(body.get("output_config"))
         if config is None or isinstance(config, dict):

@@ -32,7 +32,11 @@ from server.schema.tools import (
 )
 
 _NAMES: Final = FieldNames(
-    messages="input", max_tokens="max_output_tokens", response_format="text.format", tool_schema="parameters"
+    effort="reasoning.effort",
+    messages="input",
+    max_tokens="max_output_tokens",
+    response_format="text.format",
+    tool_schema="parameters",
 )
 _TOOL_ITEMS: Final = ("additional_tools", "tool_search_output")
 """Items that contain tools."""

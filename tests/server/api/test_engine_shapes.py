@@ -7,15 +7,20 @@ import re
 from types import SimpleNamespace
 from typing import Any, Final
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from server.api.engine.shapes import EngineShapes, _body, _turns
+from server.api.engine.shapes import EFFORT_FIELDS, EngineShapes, _body, _turns
+from server.errors import InvalidRequestError
 from server.text.shapes import Shapes, repaired
+from server.text.switches import EFFORT
+from server.text.template_sandbox import TemplateEnvironment
 from tests.json_texts import texts
 from tests.server.text.conversations import BODIES, CHAT_PATH, MESSAGES_PATH, Call, Step, strange
+from tests.server.text.scales import SCALES
 from tests.server.text.template_families import RULES
 from worker.wire import EngineCall, Rendered
 
@@ -165,11 +170,64 @@ async def test_probes_leave_the_name_of_the_model_to_the_worker(adapter: str) ->
         return Rendered(((1,),), (1,))
 
     tokenizer = SimpleNamespace(is_engine_only=True)
-    model: Any = SimpleNamespace(fingerprint="f", template=None, name="fleet", adapter=adapter, tokenizer=tokenizer)
+    model = _model(tokenizer=tokenizer, adapter=adapter)
     fields = fields_of({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
     prompts: Any = SimpleNamespace(shares_template=_shares)
     await EngineShapes(prompts, is_strict=False).repaired(CHAT_PATH, fields, model, frozenset(), render)
     assert {body.get("model", "") for body in rendered} == {adapter}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_engine_gets_the_nearest_effort(path: str) -> None:
+    """By its own template, which the gateway does not know. The operator's values are kept."""
+
+    async def render(call: EngineCall) -> Rendered:
+        body = json.loads(call.body)
+        switches = body.get("chat_template_kwargs", {})
+        if effort := body.get("reasoning_effort"):
+            switches = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | switches
+        template = TemplateEnvironment().from_string(SCALES["high max"])
+        try:
+            text = template.render(messages=body["messages"], add_generation_prompt=True, **switches)
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(str(error)) from error
+        return Rendered((tuple(map(ord, text)),), (1,))
+
+    async def sent(*, forced: dict[str, Any] | None = None, **fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        model = _model(tokenizer=tokenizer, template_kwargs={"own": 1}, forced_kwargs=forced or {})
+        shapes = EngineShapes(SimpleNamespace(shares_template=_shares), is_strict=False)  # type: ignore[arg-type]
+        return await shapes.granted(path, fields_of(fields), model, frozenset(), render)
+
+    def effort(value: str | None) -> dict[str, Any]:
+        holder, _, name = EFFORT_FIELDS.get(path, EFFORT).rpartition(".")
+        return {holder: {name: value, "x": 1}} if holder else {name: value}
+
+    tokenizer = SimpleNamespace(is_engine_only=False, decode=lambda ids: "".join(map(chr, ids)))
+    on, off = ({"chat_template_kwargs": {"thinking": value}} for value in (True, False))
+    assert await sent(**effort("low")) == (effort("high") | on, ("effort",))
+    assert await sent(**effort("max")) == (effort("max") | on, ())
+    assert await sent(**effort("none")) == (effort(None) | off, ())
+    assert await sent(chat_template_kwargs={"enable_thinking": False, "b": 2, "own": 1}) == (
+        {"chat_template_kwargs": {"enable_thinking": False, "b": 2, "own": 1, "thinking": False}},
+        (),
+    )
+    assert await sent(forced={"reasoning_effort": "max"}, **effort("high")) == (
+        effort(None) | {"chat_template_kwargs": {"thinking": True, "reasoning_effort": "max"}},
+        (),
+    )
+    for fields in ({"chat_template_kwargs": "x"}, effort(7), {"stream": True}):  # type: ignore[arg-type]
+        assert await sent(**fields) == (fields_of(fields), ())
+
+
+def _model(**fields: Any) -> Any:
+    given: dict[str, Any] = {
+        "fingerprint": "f",
+        "template": None,
+        "name": "fleet",
+        "adapter": "",
+        "template_kwargs": {},
+    }
+    return SimpleNamespace(**given | {"forced_kwargs": {}} | fields)
 
 
 async def _shares(*_: object) -> bool:
