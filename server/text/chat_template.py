@@ -86,7 +86,7 @@ class ChatTemplate:
         self.grants: Grants = self._found(
             find_grants(self.switches - forced.keys(), lists_tools=self.shapes.lists_tools)
         )
-        """What it makes of wishes about thoughts."""
+        """The values that it takes for wishes about thoughts."""
         self._joint = self._found_joint()
 
     def keep_as_text(self, control_tokens: Collection[str]) -> None:

@@ -22,7 +22,7 @@ THINKING_SWITCHES: Final = ("enable_thinking", "thinking", "enable_reasoning")
 
 
 class Wish(NamedTuple):
-    """What a client wishes; None: nothing."""
+    """A client's wish; None: it has none."""
 
     effort: str | None = None
     thinks: bool | None = None
@@ -35,7 +35,7 @@ class Wish(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """What a template makes of a wish."""
+    """The values that a template takes for a wish."""
 
     switches: dict[str, Any]
     """The values that it is given."""

@@ -179,7 +179,7 @@ async def test_probes_leave_the_name_of_the_model_to_the_worker(adapter: str) ->
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_an_engine_gets_the_nearest_effort(path: str) -> None:
-    """By its own template, which the gateway does not know. The operator's values are kept."""
+    """Its template is not the gateway's. The operator's values are kept."""
 
     async def render(call: EngineCall) -> Rendered:
         body = json.loads(call.body)

@@ -38,7 +38,7 @@ def test_an_effort_becomes_the_nearest(scale: str) -> None:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_no_wish_about_thoughts_is_refused(scale: str) -> None:
-    """Of the fields and of the switches, in every pair."""
+    """Every pair of a field and a switch is rendered."""
     found = template(SCALES[scale])
     values: list[dict[str, Any]] = [{}, *[{"reasoning_effort": effort} for effort in EFFORTS]]
     values += [{name: value} for name in THINKING_SWITCHES for value in (True, False)]
