@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.client import ask_all, completion
-from tests.faults.forged_redis import hits, secret_cluster, with_a_forger
+from tests.faults.forged_redis import besieged, hits, secret_cluster, with_a_forger
 from tests.faults.part import metrics, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -20,8 +20,8 @@ def displaced(url: str) -> float:
 
 
 async def test_a_moment_with_a_forger(tmp_path: Path, tiny_model: Path) -> None:
-    with secret_cluster(tmp_path, tiny_model, static_workers=False) as cluster:
-        await with_a_forger(cluster, random.Random(1), 5.0, 40)
+    with besieged(tmp_path, tiny_model, static_workers=False) as (cluster, proxies):
+        await with_a_forger(cluster, proxies, random.Random(1), 5.0, 40)
 
 
 async def test_two_fleets_with_equal_names_share_a_redis(tmp_path: Path, tiny_model: Path) -> None:

@@ -1,4 +1,4 @@
-"""A fleet with a cluster secret, and a forger who writes to its Redis without it."""
+"""A fleet with a cluster secret, a forger who writes to its Redis without it, and replies that are spoiled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import random
 import time
 import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +16,7 @@ from tests.faults.client import Outcome, ask, completion, session
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.forger import Forger
 from tests.faults.part import wait_until
+from tests.faults.proxy import FaultProxy
 from tests.waiting import HANG_S, until
 from tests.worker_tokens import gateway_headers
 
@@ -26,6 +29,16 @@ def secret_cluster(folder: Path, model: Path, secret: bytes = SECRET, **topology
     file.write_bytes(secret)
     args = ["--cluster-secret-file", str(file)]
     return Cluster(folder, model, Topology(worker_args=args, gateway_args=args, **topology))
+
+
+@contextmanager
+def besieged(folder: Path, model: Path, **topology: Any) -> Iterator[tuple[Cluster, Sequence[FaultProxy]]]:
+    """A fleet whose gateways and workers read Redis through a proxy each."""
+    with FaultProxy(0, seed=1) as read, FaultProxy(0, seed=2) as write:
+        cluster = secret_cluster(folder, model, redis_ports=(read.port, write.port), **topology)
+        read.target_port = write.target_port = cluster.redis_port
+        with cluster:
+            yield cluster, (read, write)
 
 
 def purge(cluster: Cluster) -> None:
@@ -47,8 +60,13 @@ async def hits(cluster: Cluster, prompts: list[str]) -> list[int]:
     return [int(outcome.headers["x-headstart-cached-tokens"]) for outcome in outcomes]
 
 
-async def with_a_forger(cluster: Cluster, rng: random.Random, duration_s: float, num_requests: int) -> None:
-    """Send requests, streamed and not, while entries are forged: none may fail, and afterwards hits are as before."""
+async def with_a_forger(
+    cluster: Cluster, proxies: Sequence[FaultProxy], rng: random.Random, duration_s: float, num_requests: int
+) -> None:
+    """Send requests, streamed and not, while entries are forged and one reply in ten is spoiled.
+
+    None fails, no process ends, and afterwards hits are as before.
+    """
     prompts = [f"Conversation {number}. " + "One two three four five six seven. " * 12 for number in range(6)]
     await hits(cluster, prompts)
     purge(cluster)
@@ -62,6 +80,8 @@ async def with_a_forger(cluster: Cluster, rng: random.Random, duration_s: float,
     await until(are_known)
     outcomes: list[Outcome] = []
     with Forger(cluster.redis, rng) as forger:
+        for proxy in proxies:
+            proxy.set(spoil=0.1)
         purge(cluster)  # entries of an epoch that has ended, which were seen
         async with session() as http:
             tasks = []
@@ -74,6 +94,9 @@ async def with_a_forger(cluster: Cluster, rng: random.Random, duration_s: float,
                 tasks.append(asyncio.create_task(ask(http, cluster.gateway.url, body)))
             outcomes = list(await asyncio.gather(*tasks))
         assert forger.counts.total() > duration_s, "it has hardly written"
+        assert all(proxy.num_spoiled for proxy in proxies)
+    for proxy in proxies:
+        proxy.heal()
     failed = [(outcome.status, outcome.error) for outcome in outcomes if not outcome.ok]
     assert not failed, f"{len(failed)} of {len(outcomes)} requests failed: {failed[:5]}"
     assert all(part.poll() is None for part in cluster.parts), "a process has ended"

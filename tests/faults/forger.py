@@ -14,6 +14,7 @@ from cache.records import WorkerLoad
 from cache.redis_index import schema
 from cache.redis_index.schema import Signer
 from cache.types import Epoch
+from tests.garbage import changed
 from tests.redis_server import RedisServer
 
 KEYS: Final = schema.Keys("headstart", 0)
@@ -21,7 +22,7 @@ LIARS: Final = Signer(b"not the secret", "headstart", 0)
 
 
 class Forger:
-    """Writes 20 times a second while entered: forged, replayed, swapped and rolled-back entries, and deletions."""
+    """Writes 20 times a second while entered: forged, replayed, swapped and rolled-back entries, garbage, deletions."""
 
     def __init__(self, server: RedisServer, rng: random.Random, rate_hz: float = 20.0) -> None:
         self._store: Any = redis.Redis(unix_socket_path=str(server.socket))
@@ -58,6 +59,8 @@ class Forger:
             self._forge_state,
             self._replay,
             self._replay,
+            self._garbage,
+            self._garbage,
             self._swap,
             self._delete,
             self._break_version,
@@ -144,6 +147,13 @@ class Forger:
         key = self._rng.choice(list(self._seen))
         self._write(key, *self._field(key))
 
+    def _garbage(self) -> None:
+        """Write a changed entry under its own name or another, or to the version."""
+        key = self._rng.choice(list(self._seen))
+        field, value = self._field(key)
+        names = [field, field, b"ghost", b"", b"\xff\xfe", b"x" * 10_000]
+        self._write(key, self._rng.choice(names), changed(self._rng, value))
+
     def _swap(self) -> None:
         key = self._rng.choice(list(self._seen))
         (one, value), (other, _) = self._field(key), self._field(key)
@@ -159,6 +169,8 @@ class Forger:
 
     def _break_version(self) -> None:
         self._store.delete(KEYS.version)
+        if self._rng.random() < 0.5:
+            self._store.set(KEYS.version, changed(self._rng, b"12345678"))
 
     def _break_type(self) -> None:
         self._as_one(("DEL", key := self._rng.choice([*self._seen, KEYS.version])), ("RPUSH", key, b"x"))

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
+from tests.garbage import changed_bytes
 from tests.waiting import HANG_S
 
 CHUNK_BYTES: Final = 64 * 1024
@@ -34,6 +35,8 @@ class Fault:
     """New connections are reset."""
     reset_after_bytes: int | None = None
     """Reset each connection after this number of bytes down."""
+    spoil: float = 0.0
+    """The share of chunks down that are changed: flipped, cut, repeated, or with others put in."""
     reply: bytes | None = None
     """The server is never asked: every chunk up gets this answer."""
 
@@ -49,6 +52,8 @@ class FaultProxy:
         self.fault = NO_FAULT
         self.num_connections = 0
         """Ever accepted."""
+        self.num_spoiled = 0
+        """Chunks that were changed."""
         self._random = random.Random(seed)
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -70,7 +75,7 @@ class FaultProxy:
     def heal(self) -> None:
         """No fault any more. Bytes that vanished stay so: open connections that lost some are reset."""
         was, self.fault = self.fault, NO_FAULT
-        if was.hole_up or was.hole_down or was.reply is not None:
+        if was.hole_up or was.hole_down or was.spoil or was.reply is not None:
             self.reset_all()
 
     def reset_all(self) -> int:
@@ -159,6 +164,9 @@ class FaultProxy:
             num_bytes += len(data)
             if client is None and fault.reset_after_bytes is not None and num_bytes > fault.reset_after_bytes:
                 raise ConnectionResetError("cut by the fault")
+            if client is None and self._random.random() < fault.spoil:
+                data = changed_bytes(self._random, data)
+                self.num_spoiled += 1
             writer.write(data)
             await writer.drain()
 

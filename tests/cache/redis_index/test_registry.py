@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import random
 from collections import Counter
 from dataclasses import replace
 
+import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.records import WorkerLoad, WorkerMember
@@ -15,6 +19,8 @@ from cache.redis_index import schema
 from cache.redis_index.registry import Registry
 from cache.redis_index.schema import Signer
 from cache.types import Epoch, WorkerId
+from server.ops.overview import index_row
+from tests.garbage import changed, changed_tree
 from tests.members import make_member
 
 MEMBER = make_member("w0", "e0")
@@ -205,3 +211,31 @@ def test_no_changed_byte_passes_verification(data: st.DataObject, what: str) -> 
         fleet.seen(forged)
     assert fleet.seen(None) == [("e0", 7, 5)]
     assert fleet.registry.workers(None)[0].member == MEMBER
+
+
+@given(
+    seed=st.integers(0, 2**32), what=st.sampled_from(["member", "state", "load"]), field=st.sampled_from([b"w0", b""])
+)
+@settings(max_examples=500)
+def test_whatever_stands_there_candidates_are_sound(seed: int, what: str, field: bytes) -> None:
+    """Without a secret a changed value may be taken. All that a router computes with is finite, and others stay."""
+    rng, other = random.Random(seed), replace(MEMBER, worker_id=WorkerId("w1"), epoch=Epoch("e1"))
+    records, states = [(b"w1", schema.encode_member(other))], [state(1), state(2).replace(b"e0", b"e1")]
+    value = changed(rng, schema.encode_member(MEMBER) if what == "member" else states[0])
+    if what == "load":
+        *head, load, tiers = msgpack.unpackb(states[0])
+        value = msgpack.packb([*head, changed_tree(rng, load), tiers])
+    if what == "member":
+        records.append((field, value))
+    else:
+        records.append((b"w0", schema.encode_member(MEMBER)))
+        states[0] = value
+    read = Registry(lambda event: None, UNSIGNED)
+    read.refresh(records, [(b"w0", states[0]), (b"w1", states[1])])
+    workers = read.workers(None)
+    found = read.candidates(workers, [7] * len(workers), [()] * len(workers), states, 1000)
+    assert "w1" in {candidate.member.worker_id for candidate in found}
+    for load in [candidate.load for candidate in found]:
+        numbers = [load.assigned_prefill_s, load.prefill_tokens_per_s, load.start_interval_s]
+        assert all(math.isfinite(number) and number >= 0.0 for number in [*numbers, *load.queued_prefill_s.values()])
+    json.dumps([index_row(entry) for entry in read.entries()], allow_nan=False)
