@@ -6,7 +6,7 @@ import argparse
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -41,16 +41,8 @@ _api = partial(option, "API")
 _watch = partial(option, "observability")
 
 
-def _comma_separated(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split(","))
-
-
-def _hosts(text: str) -> frozenset[str]:
-    return frozenset(text.lower().split(","))
+def _hosts(text: str) -> list[str]:
+    return text.lower().split(",")
 
 
 def model_alias(text: str) -> tuple[str, str]:
@@ -99,7 +91,6 @@ class GatewayConfig(SharedConfig):
         (),
         "names that the ops port answers to, next to addresses and localhost (default: --ops-host)",
         "NAME,...",
-        type=_comma_separated,
     )
     share_port: bool = _net(False, "let other gateways listen on the public port too (SO_REUSEPORT)")
     max_body_bytes: int = _net(32 << 20, "largest body of a request (default 32M)", "SIZE", type=num_bytes)
@@ -127,13 +118,12 @@ class GatewayConfig(SharedConfig):
     stall_s: float = _net(5.0, "silence after which a stream's worker is probed (default 5)")
     max_queued_tokens: int = _net(1 << 22, "prompt tokens that may wait (default 4M)")
     workers: tuple[str, ...] = _fleet(
-        (), "workers that need no registry: http://HOST:PORT or dns:NAME:PORT", "URL", action="extend", nargs="+"
+        (), "workers that need no registry: http://HOST:PORT or dns:NAME:PORT", "URL", nargs="+", type=str
     )
     worker_networks: tuple[str, ...] = _fleet(
         DEFAULT_NETWORKS,
         "networks that workers may be in (default: loopback and private addresses)",
         "CIDR,...",
-        type=_comma_separated,
     )
     hold_s: float = _fleet(
         3.0, "a request that would wait longer at its worker waits at the gateway; 0: none does (default 3)", least=0
@@ -159,16 +149,12 @@ class GatewayConfig(SharedConfig):
         frozenset(),
         "further names in vllm_xargs that go to the engine, for custom logits processors (default: none)",
         "NAME,...",
-        type=_names,
     )
-    cors_origin: tuple[str, ...] = _api(
-        (), "origins whose pages may call the API, or * (default: none)", "ORIGIN,...", type=_comma_separated
-    )
+    cors_origin: tuple[str, ...] = _api((), "origins whose pages may call the API, or * (default: none)", "ORIGIN,...")
     trusted_proxies: tuple[str, ...] = _net(
         (),
         "networks of fronts whose Forwarded and X-Forwarded-For name the client's address (default: none)",
         "CIDR,...",
-        type=_comma_separated,
     )
     api_keys: str | None = _api(None, "API keys, see `headstart keys` (default: no key is asked for)", "FILE")
     tenant_header: str = _api(
@@ -312,7 +298,7 @@ def parser() -> CommandParser:
 
 
 CONVERTED: Final[Mapping[str, Any]] = {
-    "workers": tuple,
+    **{each.name: type(each.default) for each in fields(GatewayConfig) if isinstance(each.default, tuple | frozenset)},
     **dict.fromkeys(("aliases", "chat_template", "default_chat_template_kwargs", "force_chat_template_kwargs"), dict),
 }
 """The types of values that are given more than once."""

@@ -57,7 +57,7 @@ Every option of every command, as `--help` prints it:
 - An option that ends in `-s` takes seconds. A SIZE is bytes, or a number with K, M, G or T.
 - A wrong value ends the command with exit code 2 and a message that names the option.
 - `headstart serve` passes options on: `--worker-args`, `--gateway-args`.
-- The Helm chart has a value for each common option, and `gateway.extraArgs` and `models[].extraArgs` for the rest.
+- The Helm chart takes options by these names, in `gateway.options` and `models[].options`, and checks them.
 
 ## Variables and a file
 

@@ -34,8 +34,7 @@ gateway:
 worker:
   image: {repository: "${WORKER_IMAGE%:*}", tag: "${WORKER_IMAGE##*:}"}
   replicas: 2
-  threads: 1
-  kvCacheMemory: 256M
+  options: {threads: 1, kv-cache-memory: 256M}
   startupTimeoutSeconds: 600
   drain: {timeoutSeconds: 30}
   resources: {requests: {cpu: 250m, memory: 1Gi}, limits: {memory: 3Gi}}
@@ -173,7 +172,7 @@ chat() {
 }
 
 upgrade_changes_the_gateways() {
-  upgrade --set logging.access=true && pods_are_ready || return 1
+  upgrade --set gateway.options.access-log=true && pods_are_ready || return 1
   if ! kube get deployment "$PREFIX-gateway" --output 'jsonpath={.spec.template.spec.containers[0].args}' |
     grep -q -- --access-log; then
     echo "the gateways lack --access-log"
@@ -182,7 +181,7 @@ upgrade_changes_the_gateways() {
 }
 
 scale() {
-  upgrade --set logging.access=true --set "worker.replicas=$1" && pods_are_ready || return 1
+  upgrade --set gateway.options.access-log=true --set "worker.replicas=$1" && pods_are_ready || return 1
   becomes "$1" workers || { echo "there are $(workers) workers"; return 1; }
 }
 

@@ -37,12 +37,12 @@ _MORE: Final = _POD | {
     "topologySpreadConstraints": [{"topologyKey": "rack", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}],
     "podLabels": {"team": "serving"},
     "podAnnotations": {"note": "yes"},
-    "extraArgs": ["--log-level=debug"],
     "extraEnv": [{"name": "LANG", "value": "C.UTF-8"}],
     "extraVolumes": [{"name": "scratch", "emptyDir": {}}],
     "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
 }
 
+_LOGS: Final = {"log-level": "debug", "log-format": "text"}
 EVERYTHING_ON: Final[Values] = {
     "nameOverride": "llm",
     "commonLabels": {"owner": "serving", "team": "platform", "app.kubernetes.io/part-of": "platform"},
@@ -54,7 +54,6 @@ EVERYTHING_ON: Final[Values] = {
         "gateway": {"secret": "gateway-tls", "name": "llm.example"},
         "workers": {"secret": "worker-tls", "name": "workers.example"},
     },
-    "logging": {"level": "debug", "format": "text", "access": True},
     "tracing": {"endpoint": "http://collector.tracing:4318"},
     "models": [
         _MODEL
@@ -63,11 +62,13 @@ EVERYTHING_ON: Final[Values] = {
             "replicas": 3,
             "gpu": {"count": 1},
             "runtimeClassName": "nvidia",
-            "dtype": "bfloat16",
-            "maxModelLen": 8192,
-            "kvCacheMemory": "",
-            "kvHostMemory": "16G",
-            "threads": 0,
+            "options": {
+                "dtype": "bfloat16",
+                "max-model-len": 8192,
+                "kv-cache-memory": None,
+                "kv-host-memory": "16G",
+                "threads": None,
+            },
             "download": False,
             "volume": {"existingClaim": "models", "readOnly": True, "subPath": "llama"},
             "shmSize": "1Gi",
@@ -97,12 +98,10 @@ EVERYTHING_ON: Final[Values] = {
         },
         {
             "name": "foreign",
-            "source": "example/foreign",
+            "source": _MODEL["source"],
             "servedName": "meta/llama",
             "engine": "vllm",
             "gpu": {"count": 8},
-            "dtype": "bfloat16",
-            "maxModelLen": 8192,
             "huggingFaceToken": {"existingSecret": "hub"},
             "volume": {"size": "200Gi"},
             "drain": {"preStopSeconds": 5, "timeoutSeconds": 600},
@@ -112,19 +111,18 @@ EVERYTHING_ON: Final[Values] = {
                 "tensorParallelSize": 2,
                 "pipelineParallelSize": 2,
                 "dataParallelSize": 2,
-                "blockSize": 64,
                 "metrics": True,
                 "apiKey": {"existingSecret": "engine"},
-                "extraArgs": ["--max-num-seqs=256"],
+                "extraArgs": ["--max-num-seqs=256", "--max-model-len=8192"],
                 "extraEnv": [{"name": "VLLM_LOGGING_LEVEL", "value": "WARNING"}],
                 "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
             },
         },
     ],
-    "worker": _MORE,
+    "worker": _MORE | {"options": _LOGS},
     "gateway": _MORE
     | {
-        "workerNetworks": ["100.64.0.0/10", "fd00::/8"],
+        "options": _LOGS | {"access-log": True, "worker-networks": ["100.64.0.0/10", "fd00::/8"]},
         "autoscaling": _ON,
         "service": {"type": "LoadBalancer", "port": 443, "annotations": {"lb": "internal"}},
         "ingress": _ON

@@ -23,8 +23,7 @@ VALUES: chart.Values = {
             "source": "/models/tiny",
             "download": False,
             "volume": {"existingClaim": "models", "readOnly": True},
-            "threads": 1,
-            "kvCacheMemory": "32M",
+            "options": {"threads": 1, "kv-cache-memory": "32M"},
             "resources": {"limits": {"memory": "2Gi"}},
             "drain": {"timeoutSeconds": 60},
         }

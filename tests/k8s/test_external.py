@@ -194,7 +194,7 @@ def test_the_rendered_commands_serve_engines_that_run(fleet: EngineFleet) -> Non
             {"name": "adapters", "servedName": "tiny", "engine": "vllm", "replicas": 1, "external": {"urls": urls}}
         ],
         "redis": {"mode": "external", "external": {"url": "redis://r:6379"}},
-        "logging": {"format": "text"},
+        "worker": {"options": {"log-format": "text"}},
     }
     found = adapters(rendered(values), "adapters")
     ports = free_ports(3)

@@ -54,7 +54,9 @@ def test_a_claim_outlives_its_pods_and_is_of_its_class() -> None:
 
 
 def test_only_own_engines_get_tiers() -> None:
-    values = {"worker": {"engine": "vllm", "kvDisk": {"size": "9Gi", "claim": True}, "kvHostMemory": "8G"}}
+    values = {
+        "worker": {"engine": "vllm", "kvDisk": {"size": "9Gi", "claim": True}, "options": {"kv-host-memory": "8G"}}
+    }
     done = chart.helm("helm4", values)
     assert done.returncode == 0, done.stderr
     for _, pod in workloads(list(chart.parse(done.stdout))):

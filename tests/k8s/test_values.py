@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server import config as gateway_config
 from tests.k8s import chart
-from tests.k8s.tools import CHART, HELM_VERSIONS, ROOT, succeed
+from tests.k8s.tools import CHART, HELM_VERSIONS
+from tests.worker.test_command_line import sample
+from tools.values import SET_BY_THE_CHART
+from worker import config as worker_config
 
-OPTIONAL = re.compile(r"(\.r|R)esources\.(requests|limits)\.(cpu|memory|ephemeral-storage)$")
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+OPTIONAL = ("cpu", "memory", "ephemeral-storage")
+"""Keys of requests and limits that values.yaml may lack."""
 
 
-def schema() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
-    return loaded
+def resolved(node: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = SCHEMA["definitions"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+    return found
 
 
 def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every value of the schema by its path, groups included."""
     for key, child in node["properties"].items():
-        child = schema()["definitions"]["worker"] if child == {"$ref": "#/definitions/worker"} else child
+        child = resolved(child)
         yield f"{path}{key}", child
         if "properties" in child:
             yield from nodes(child, f"{path}{key}.")
 
 
-NODES = dict(nodes(schema()))
-LEAVES = [path for path, node in NODES.items() if "properties" not in node]
+NODES = dict(nodes(SCHEMA))
+OPTIONS = [path for path in NODES if ".options." in path]
+LEAVES = [path for path, node in NODES.items() if "properties" not in node and path not in OPTIONS]
 
 
 def default_of(path: str) -> Any:
@@ -42,7 +51,7 @@ def default_of(path: str) -> Any:
 
 
 def strangers(values: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Return the keys of values.yaml that the schema lacks."""
+    """Return the keys of values.yaml that the schema lacks: they have no comment."""
     for key, value in values.items():
         here = f"{path}{key}"
         if here not in NODES:
@@ -51,22 +60,8 @@ def strangers(values: dict[str, Any], path: str = "") -> Iterator[str]:
             yield from strangers(value, f"{here}.")
 
 
-def test_schema_and_tables_are_what_the_source_says() -> None:
-    succeed(ROOT / ".venv/bin/python", "-m", "tools.values", "--check", cwd=ROOT)
-
-
-def test_values_and_schema_have_the_same_keys() -> None:
+def test_every_value_has_a_comment() -> None:
     assert list(strangers(chart.default_values())) == []
-    missing = [path for path in LEAVES if default_of(path) is None]
-    assert [path for path in missing if not OPTIONAL.search(path)] == []
-
-
-def test_every_value_of_the_schema_is_described() -> None:
-    """Each has a description, and rejects unknown keys."""
-    for path, node in NODES.items():
-        assert node.get("description"), path
-        if "properties" in node:
-            assert node["additionalProperties"] is False, path
 
 
 CHANGES: dict[str, Any] = {
@@ -98,7 +93,7 @@ def changed(path: str, default: Any, node: dict[str, Any]) -> Any:
         return CHANGES[path]
     if "enum" in node:
         return next(value for value in node["enum"] if value not in (default, ""))
-    kinds = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    kinds = node["type"]
     match default:
         case bool():
             return not default
@@ -118,16 +113,16 @@ def changed(path: str, default: Any, node: dict[str, Any]) -> Any:
                 sample = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
             return sample
         case list():
-            items = node["items"]
+            items = resolved(node.get("items", {}))
             sample = {"name": "other", "mountPath": "/other", "emptyDir": {}, "value": "x", "image": "x:1"}
-            if items.get("type") == "string":
-                samples = ("10.0.0.0/8", "other.example")
-                sample = next(s for s in samples if re.search(items["pattern"], s)) if "pattern" in items else "--other"
-            elif items.get("type") == "integer":
-                sample = 7
+            if path.endswith("elabelings"):
+                sample = {"targetLabel": "rack"}
+            elif items.get("type") in ("string", "integer"):
+                sample = {"string": "--other", "integer": 7}[items["type"]]
             elif "properties" in items:
-                sample = {"name": "other", "topologyKey": "rack", "maxSkew": 3, "whenUnsatisfiable": "DoNotSchedule"}
-                sample = {key: value for key, value in sample.items() if key in items["properties"]}
+                sample = {"name": "other"}
+            elif "topologyKey" in items.get("required", []):
+                sample = {"topologyKey": "rack", "maxSkew": 3, "whenUnsatisfiable": "DoNotSchedule"}
             return [sample]
     raise AssertionError(f"{path}: no sample for {kinds}")
 
@@ -241,11 +236,13 @@ def test_every_value_changes_what_is_rendered(path: str) -> None:
     assert renders[0] != renders[1], f"{path}: no effect"
 
 
+MODEL = {"name": "a", "source": "x/y"}
+VLLM = MODEL | {"engine": "vllm"}
 EXTERNAL = {"name": "a", "engine": "vllm", "external": {"urls": ["http://a:8000", "http://b:8000"]}}
 REFUSED = [
-    ({"replicaCount": 3}, "replicaCount"),
+    ({"replicaCount": 3}, "replicaCount: there is no such value; did you mean gateway.replicas or worker.replicas?"),
     ({"gateway": {"replicas": "two"}}, "gateway.replicas"),
-    ({"gateway": {"policy": "best"}}, "gateway.policy"),
+    ({"gateway": {"options": {"policy": "best"}}}, "gateway.options.policy"),
     ({"gateway": {"resources": {"limits": {"memory": "lots"}}}}, "gateway.resources.limits.memory"),
     ({"gateway": {"service": {"port": 0}}}, "gateway.service.port"),
     ({"worker": {"gpu": {"count": 0.5}}}, "worker.gpu.count"),
@@ -256,30 +253,31 @@ REFUSED = [
     ({"worker": {"vllm": {"dataParallelSize": 17}}}, "worker.vllm.dataParallelSize"),
     ({"worker": {"vllm": {"quantization": "fp8"}}}, "quantization"),
     ({"models": [{"name": "a", "source": "x/y", "vllm": {"devMode": False}}]}, "models.a.vllm"),
-    ({"models": [{"name": "a", "source": "x/y", "engine": "vllm", "maxNumSeqs": 9}]}, "models.a.maxNumSeqs"),
+    ({"models": [VLLM | {"options": {"max-num-seqs": 9}}]}, "models.a.options.max-num-seqs: it is for Headstart's own"),
     ({"models": [{"name": "a", "source": "x/y", "engine": "vllm", "image": {"tag": "b"}}]}, "models.a.image"),
     ({"worker": {"engine": "vllm", "vllm": {"extraArgs": ["--host=0.0.0.0"]}}}, "--host is the chart's"),
     ({"worker": {"engine": "vllm", "vllm": {"extraArgs": ["--api_key=hush"]}}}, "--api_key is the chart's"),
     ({"worker": {"engine": "vllm", "vllm": {"extraArgs": ["-tp", "8"]}}}, "-tp is the chart's"),
     ({"worker": {"resources": {"limits": {"nvidia.com/gpu": 0.5}}}}, "nvidia.com/gpu"),
-    ({"worker": {"kvCacheMemory": "most"}}, "worker.kvCacheMemory"),
-    ({"worker": {"kvHostMemory": "8Gi"}}, "worker.kvHostMemory"),
+    ({"worker": {"options": {"kv-cache-memory": "most"}}}, "worker.options.kv-cache-memory"),
     ({"worker": {"kvDisk": {"size": "100G"}}}, "worker.kvDisk.size"),
     ({"worker": {"kvDisk": {"size": "0Gi"}}}, "worker.kvDisk.size"),
     ({"worker": {"kvDisk": {"claim": True}}}, "kvDisk.size"),
-    ({"worker": {"kvDisk": {"size": "9Gi"}, "prefixCache": "radix"}}, "prefixCache"),
     ({"models": [{"name": "a", "source": "x/y", "engine": "vllm", "kvDisk": {"size": "9Gi"}}]}, "models.a.kvDisk"),
     ({"worker": {"replicas": -1}}, "worker.replicas"),
     ({"worker": {"autoscaling": {"enabled": True, "minReplicas": 0}}}, "autoscaling.minReplicas: 0 needs kind: keda"),
     ({"worker": {"autoscaling": {"triggers": [chart.CRON]}}}, "autoscaling.triggers"),
     ({"gateway": {"autoscaling": {"minReplicas": 0}}}, "gateway.autoscaling.minReplicas"),
     ({"worker": {"autoscaling": {"metric": "cpu"}}}, "worker.autoscaling.metric"),
-    ({"gateway": {"scaleObjectiveSeconds": 0}}, "gateway.scaleObjectiveSeconds"),
+    ({"gateway": {"options": {"scale-objective-s": 0}}}, "gateway.options.scale-objective-s"),
     ({"models": [], "redis": {"mode": "none"}}, "models: without any"),
     ({"models": None}, "models"),
     ({"models": [{"name": "a"}]}, "source"),
     ({"models": [{"name": "Llama", "source": "x/y"}]}, "models.0.name"),
-    ({"models": [{"name": "a", "source": "x/y", "gpus": 1}]}, "gpus"),
+    (
+        {"models": [MODEL | {"gpus": 1}]},
+        "models.a.gpus: there is no such value; did you mean models.a.gpu (count, resourceName)?",
+    ),
     ({"models": [{"name": "a", "source": "x/y", "gpu": {"count": 0.5}}]}, "models.0.gpu.count"),
     ({"models": [{"name": "a", "source": "x"}, {"name": "a", "source": "y"}]}, "models: the name"),
     ({"models": [{"name": "redis", "source": "x"}]}, "models: the name"),
@@ -319,12 +317,29 @@ REFUSED = [
     ({"tls": {"gateway": {"secret": "a"}}}, "tls.gateway.name"),
     ({"tls": {"workers": {"name": "a"}}}, "tls.workers.secret"),
     ({"tls": {"workers": {"secret": "a", "name": "not a name"}}}, "tls.workers.name"),
-    ({"logging": {"format": "xml"}}, "logging.format"),
+    ({"gateway": {"options": {"log-format": "xml"}}}, "gateway.options.log-format"),
     ({"tracing": {"endpoint": "collector:4318"}}, "tracing.endpoint"),
-    ({"gateway": {"workerNetworks": ["pods"]}}, "gateway.workerNetworks"),
+    ({"gateway": {"options": {"max-queue": 9}}}, "did you mean gateway.options.max-queued-tokens?"),
     ({"gateway": {"processes": 2}}, "processes"),
     ({"opsKey": {"key": ""}}, "opsKey.key"),
     ({"ipFamily": "both"}, "ipFamily"),
+    ({"models": [MODEL | {"gpu": 1}]}, "models.a.gpu: it has the keys count, resourceName"),
+    ({"worker": {"gpuCount": 1}}, "did you mean worker.gpu.count?"),
+    ({"dashboard": {"enabled": True}}, "did you mean metrics.dashboard (enabled, labels, annotations)?"),
+    ({"metrics": {"dashboard": True}}, "metrics.dashboard: it has the keys"),
+    ({"worker": {"autoscaling": {"min": 1}}}, "worker.autoscaling.min: there is no such value; it is none of enabled,"),
+    ({"models": [MODEL | {"maxModelLen": 4096}]}, "did you mean models.a.options.max-model-len?"),
+    ({"models": [MODEL | {"options": {"max-model-length": 1}}]}, "did you mean models.a.options.max-model-len?"),
+    ({"gateway": {"scaleObjectiveSeconds": 5}}, "use gateway.options.scale-objective-s"),
+    ({"logging": {"level": "debug"}}, "logging: use log-level and log-format in gateway.options and worker.options"),
+    ({"worker": {"extraArgs": ["--threads=2"]}}, "worker.extraArgs: use each option in options"),
+    ({"models": [VLLM | {"vllm": {"blockSize": 32}}]}, "use --block-size in vllm.extraArgs"),
+    ({"worker": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}, "use gpu.count and gpu.resourceName"),
+    ({"worker": {"options": {"max-num-seqs": 0}}}, "worker.options.max-num-seqs"),
+    ({"worker": {"options": {"num-blocks": 1.5}}}, "worker.options.num-blocks"),
+    ({"worker": {"options": {"dtype": 16}}}, "worker.options.dtype"),
+    ({"gateway": {"options": {"access-log": "yes"}}}, "gateway.options.access-log"),
+    ({"models": [MODEL, MODEL | {"name": "b", "source": "x/z", "servedName": "a"}]}, "models.b.servedName: another"),
 ]
 
 
@@ -334,3 +349,69 @@ def test_what_would_not_work_is_refused_by_name(values: dict[str, Any], key: str
     done = chart.helm(version, values)
     assert done.returncode != 0
     assert key in done.stderr.replace("/", ".") or key in done.stderr, done.stderr
+
+
+def option_value(action: argparse.Action, node: dict[str, Any]) -> Any:
+    """A value of an option, as YAML has it."""
+    if action.nargs == 0:
+        return True
+    kinds = node.get("type", [])
+    value = sample(action)
+    return [value] if "array" in kinds else int(value) if {"integer", "number"} & {*kinds} else value
+
+
+@pytest.mark.parametrize(("part", "config"), [("gateway", gateway_config), ("worker", worker_config)])
+def test_every_option_reaches_its_process(part: str, config: Any, tmp_path: Path) -> None:
+    """As from a file of options, whose spelling values have too."""
+    actions = {action.option_strings[-1]: action for action in config.parser()._actions if action.option_strings}
+    names = [path.split(".")[-1] for path in OPTIONS if path.startswith(part)]
+    options = {name: option_value(actions[f"--{name}"], NODES[f"{part}.options.{name}"]) for name in names}
+    file = tmp_path / "options.toml"
+    file.write_text("\n".join([f"[{part}]", *(f"{name} = {json.dumps(value)}" for name, value in options.items())]))
+    read = config.parser().parse_args
+    wanted, plain = vars(read(["--config", str(file)])), vars(read([]))
+    given = {field: value for field, value in wanted.items() if value != plain.get(field)}
+    assert len(given) == len(options)
+    found = vars(read(arguments_of({part: {"options": options}}, part)))
+    for field, value in given.items():  # the chart's own items of a list come first
+        assert found[field][-len(value) :] == value if isinstance(value, list) else found[field] == value, field
+
+
+def arguments_of(values: dict[str, Any], part: str) -> list[str]:
+    """Return the arguments of the first container of a part, without what needs files."""
+    suffix = {"gateway": "-gateway", "worker": "-smollm2"}[part]
+    (pod,) = [pod for name, pod in chart.pod_templates(chart.rendered(values)) if name.endswith(suffix)]
+    arguments: list[str] = pod["spec"]["containers"][0]["args"]
+    return arguments
+
+
+def test_null_is_the_default_of_the_process() -> None:
+    assert "--threads=2" in arguments_of({}, "worker")
+    assert not any("threads" in word for word in arguments_of({"worker": {"options": {"threads": None}}}, "worker"))
+    models = [{"name": "smollm2", "source": "x/y", "options": {"threads": None, "max-queued-tokens": 8388608}}]
+    words = arguments_of({"models": models}, "worker")
+    assert not any("threads" in word for word in words)
+    assert "--max-queued-tokens=8388608" in words, "no exponent"
+
+
+TAKEN = [f"{part}.{name}" for part, names in SET_BY_THE_CHART.items() for name in names]
+
+
+@pytest.mark.parametrize("option", TAKEN)
+def test_what_the_chart_sets_is_refused_in_options(option: str) -> None:
+    part, _, name = option.partition(".")
+    done = chart.helm("helm4", {part: {"options": {name: "x"}}})
+    assert done.returncode != 0
+    assert f"{part}.options.{name}: use {SET_BY_THE_CHART[part][name]}" in done.stderr
+
+
+def test_the_chart_sets_nothing_that_options_may_set() -> None:
+    """But what adds to a list."""
+    adds = {"gateway.options.workers", "gateway.options.ops-hosts"}
+    for name in chart.MATRIX:
+        for _, pod in chart.pod_templates(chart.render(name)):
+            for container in pod["spec"]["containers"]:
+                part = container["name"].partition("-")[0]
+                flags = [word.partition("=")[0][2:] for word in container.get("args", []) if word.startswith("--")]
+                given = {f"{part}.options.{flag}" for flag in flags if f"{part}.options.{flag}" in OPTIONS}
+                assert len(flags) == len(set(flags)) or adds & given, (name, container["args"])

@@ -40,7 +40,7 @@ def option(
     most: float = math.inf,
     **arguments: Any,
 ) -> Any:
-    """Return a field that is an option too. A number is above 0, or `least` to `most`.
+    """Return a field that is an option too. A number is above 0, or `least` to `most`. A list may be given in parts.
 
     `arguments` are those of `add_argument`, some derived from the default.
     """
@@ -49,6 +49,8 @@ def option(
         arguments["action"] = "store_false" if default else "store_true"
     elif isinstance(default, int | float):
         arguments = {"type": type(default), **arguments}
+    elif isinstance(default, tuple | frozenset):
+        arguments = {"type": comma_separated, **arguments, "action": "extend"}
     if isinstance(default, int | float | str):
         arguments["default"] = default
     metadata = {"group": group, "flag": flag, "least": least, "most": most, "arguments": arguments}
@@ -138,6 +140,10 @@ class SharedConfig:
     def workers_ca(self) -> WorkerCa | None:
         """Load the CA of the workers. Raises ValueError."""
         return None if self.worker_ca is None else WorkerCa(self.worker_ca, self.worker_tls_name)
+
+
+def comma_separated(text: str) -> list[str]:
+    return text.split(",")
 
 
 def option_name(field: str) -> str:

@@ -1,6 +1,9 @@
 {{/* Checks that a schema cannot express: relations between values. Each message names the key. */}}
 {{- define "headstart.checks" -}}
+{{- include "headstart.checkNames" . -}}
 {{- $names := list -}}
+{{- $sources := dict -}}
+{{- $ownEngine := (include "headstart.names" . | fromJson).ownEngine -}}
 {{- range .Values.models -}}
 {{- $name := .name -}}
 {{- if has .name $names }}{{ fail (printf "models: the name %q stands twice" .name) }}{{ end -}}
@@ -32,11 +35,14 @@
 {{- end -}}
 {{- if and .triggers (ne .kind "keda") }}{{ fail (printf "models.%s.autoscaling.triggers: they are for kind: keda" $name) }}{{ end -}}
 {{- end -}}
-{{- if and (or $worker.kvDisk.size $worker.kvHostMemory) (ne $worker.prefixCache "hash") -}}
-{{- fail (printf "models.%s.prefixCache: kvDisk and kvHostMemory need hash" .name) -}}
-{{- end -}}
 {{- if and $worker.kvDisk.claim (not $worker.kvDisk.size) }}{{ fail (printf "models.%s.kvDisk.size: a claim needs a size" .name) }}{{ end -}}
-{{- include "headstart.checkEngine" (dict "model" . "worker" $worker) -}}
+{{- include "headstart.checkEngine" (dict "model" . "worker" $worker "ownEngine" $ownEngine) -}}
+{{- $served := default .name $worker.servedName -}}
+{{- $other := get $sources $served -}}
+{{- with .source -}}
+{{- if and $other (ne . $other) }}{{ fail (printf "models.%s.servedName: another entry serves %s too, from %s; a name has one source, but this is %s" $name $served $other .) }}{{ end -}}
+{{- $_ := set $sources $served . -}}
+{{- end -}}
 {{- include "headstart.checkClaims" (dict "pod" $worker "key" (printf "models.%s" .name)) -}}
 {{- with $worker.updateStrategy -}}
 {{- if and (eq .type "OnDelete") .rollingUpdate.partition }}{{ fail (printf "models.%s.updateStrategy.rollingUpdate: it is for type: RollingUpdate" $name) }}{{ end -}}
@@ -123,8 +129,11 @@
 {{- if $external }}{{ fail (printf "models.%s.external: set engine to what runs there: vllm or sglang" $name) }}{{ end -}}
 {{- if gt $count 1 }}{{ fail (printf "models.%s.gpu.count: Headstart's own engine uses one GPU; engine: vllm can use more" $name) }}{{ end -}}
 {{- else -}}
-{{- range list "image" "task" "weights" "maxNumSeqs" "kvCacheMemory" "kvHostMemory" "kvDisk" "threads" "prefixCache" -}}
+{{- range list "image" "kvDisk" -}}
 {{- if hasKey $.model . }}{{ fail (printf "models.%s.%s: it is for Headstart's own engine; see the keys of vllm" $name .) }}{{ end -}}
+{{- end -}}
+{{- range $key := keys (default dict .model.options) | sortAlpha -}}
+{{- if has $key $.ownEngine }}{{ fail (printf "models.%s.options.%s: it is for Headstart's own engine; vLLM's options are in vllm.extraArgs" $name $key) }}{{ end -}}
 {{- end -}}
 {{- if $external -}}
 {{- include "headstart.checkExternal" . -}}

@@ -138,12 +138,9 @@ labels:
 {{- end }}
 {{- end -}}
 
-{{/* Options of `kvHostMemory` and `kvDisk`. The blocks get 9/10 of the volume: a file system takes its part, and a pod
+{{/* Options of `kvDisk`. The blocks get 9/10 of the volume: a file system takes its part, and a pod
 whose emptyDir exceeds its limit is evicted. The folder below the mount is the worker's own; the mount is not. */}}
 {{- define "headstart.kv.args" -}}
-{{- with .kvHostMemory }}
-- --kv-host-memory={{ . }}
-{{- end }}
 {{- with .kvDisk.size }}
 - --kv-disk=/kv/blocks
 - --kv-disk-size={{ div (mul (regexFind "^[0-9]+" .) (index (dict "Mi" 1 "Gi" 1024 "Ti" 1048576) (regexFind "[A-Z]i$" .)) 9) 10 }}M
@@ -306,22 +303,34 @@ preStop:
 {{- end -}}
 {{- end -}}
 
-{{- /* The names that gateways' ops ports answer to: those of their Service, and what values add. */ -}}
+{{- /* The names that gateways' ops ports answer to: those of their Service. Options may add some. */ -}}
 {{- define "headstart.opsHosts" -}}
 {{- $name := printf "%s-gateway-ops" (include "headstart.fullname" .) -}}
 {{- $space := .Release.Namespace -}}
 {{- $names := list $name (printf "%s.%s" $name $space) (printf "%s.%s.svc" $name $space) (printf "%s.%s.svc.cluster.local" $name $space) -}}
-{{- join "," (concat $names (compact (list .Values.tls.gateway.name)) .Values.gateway.opsHosts) -}}
+{{- join "," (concat $names (compact (list .Values.tls.gateway.name))) -}}
 {{- end -}}
 
 {{- define "headstart.opsKeySecretName" -}}
 {{- default (printf "%s-ops" (include "headstart.fullname" .)) .Values.opsKey.existingSecret -}}
 {{- end -}}
 
-{{/* Logs and traces: arguments of a gateway or worker. */}}
-{{- define "headstart.observability.args" }}
-- --log-level={{ .Values.logging.level }}
-- --log-format={{ .Values.logging.format }}
+{{/* Options of the values as arguments: a list is an option given several times, `true` a flag, null no argument. */}}
+{{- define "headstart.options" -}}
+{{- range $name, $value := . }}
+{{- range (kindIs "slice" $value | ternary $value (list $value)) }}
+{{- if kindIs "bool" . }}
+{{- if . }}
+- --{{ $name }}
+{{- end }}
+{{- else if not (kindIs "invalid" .) }}
+- {{ printf "--%s=%s" $name (kindIs "string" . | ternary . (toJson .)) | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "headstart.tracing.args" }}
 {{- with .Values.tracing.endpoint }}
 - {{ printf "--otlp-endpoint=%s" . | quote }}
 {{- end }}

@@ -42,15 +42,6 @@ front of it. The engine's ports: 8000 API, 5557 and up cache events, 5657 and up
     # Several API servers would share their counts, and give no start time.
     - --api-server-count=1
     {{- end }}
-    {{- with .worker.dtype }}
-    - --dtype={{ . }}
-    {{- end }}
-    {{- if .worker.maxModelLen }}
-    - --max-model-len={{ int .worker.maxModelLen }}
-    {{- end }}
-    {{- if $vllm.blockSize }}
-    - --block-size={{ int $vllm.blockSize }}
-    {{- end }}
     {{- with $vllm.extraArgs }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
