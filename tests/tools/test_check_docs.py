@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_docs import ROOT, dead_links, dead_references, oversized, unknown_metrics, unproven
+from tools.check_docs import ROOT, dead_links, dead_references, unknown_metrics
 
 NAMES = {"CancelOnDisconnect", "Models"}
 
@@ -35,13 +35,6 @@ def test_references(text: str, problem: str | None, kind: str, tmp_path: Path) -
     assert [found for _, found in dead_references(file, NAMES)] == ([] if problem is None else [problem])
 
 
-def test_modules_that_a_package_lists(tmp_path: Path) -> None:
-    (tmp_path / "pieces.py").touch()
-    package = tmp_path / "__init__.py"
-    package.write_text('"""Parts.\n\npieces     what is told apart     reasoning  thoughts\n"""\n')
-    assert list(dead_references(package, NAMES)) == [(1, "there is no module reasoning here")]
-
-
 @pytest.mark.parametrize(
     ("line", "problems"),
     [
@@ -53,26 +46,6 @@ def test_modules_that_a_package_lists(tmp_path: Path) -> None:
 )
 def test_links(line: str, problems: set[str]) -> None:
     assert dead_links(ROOT / "README.md", line) == problems
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("It is small.\nIt is fast, measured in\n[the results](benchmarks/RESULTS.md).", 2),
-        ("It is fast, as measured in benchmarks/RESULTS.md.\n", 1),
-        ("It is fast, measured in [the results](benchmarks/RESULTS.md#route).", None),
-        ("It is measured. RESULTS.md has the figures.", None),
-    ],
-)
-def test_measured_claims_name_a_section(text: str, line: int | None) -> None:
-    assert [number for number, _ in unproven(text)] == ([] if line is None else [line])
-
-
-def test_wide_lines_and_long_pages(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    wide = "word " * 30
-    page.write_text(f"{wide}\n| {wide} |\n```\n{wide}\n```\n{'x' * 130}\n" + "line\n" * 300)
-    assert list(oversized(page)) == [(1, "a line of 150 characters"), (306, "a page of 306 lines")]
 
 
 def test_metrics_of_a_page(tmp_path: Path) -> None:

@@ -21,15 +21,6 @@ def test_sglang_follows_the_tree_while_in_balance() -> None:
     assert chosen(policy, make_request(), *loads) == {"b"}, "no match: the least loaded"
 
 
-def test_sglang_trees_are_bounded() -> None:
-    policy = Sglang()
-    first = make_request()
-    policy.on_dispatch(first, view("b", num_blocks=10))
-    for _ in range(10):
-        policy.on_dispatch(make_request(), view("b", num_blocks=10))
-    assert chosen(policy, first, view("a"), view("b", num_running=1)) == {"a"}, "forgotten"
-
-
 def test_llm_d_adds_prefix_memory_and_queue() -> None:
     policy = LlmD()
     assert chosen(policy, make_request(), view("a", matched_tokens=80), view("b")) == {"a"}
@@ -43,18 +34,6 @@ def test_dynamo_adds_prefill_and_active_blocks() -> None:
     for _ in range(80):
         policy.on_dispatch(make_request(), view("a"))
     assert chosen(policy, request, view("a", prefill_s=0.5), view("b", prefill_s=1.0)) == {"b"}
-
-
-def test_dynamo_counts_a_shared_block_once_and_forgets_it() -> None:
-    policy, request, other = Dynamo(), make_request(), make_request()
-    for _ in range(5):
-        policy.on_dispatch(request, view("a"))
-    policy.on_dispatch(other, view("b"))
-    assert chosen(policy, request, view("a"), view("b")) == {"a"}, "its blocks are held there"
-    assert chosen(policy, make_request(), view("a"), view("b")) == {"b"}, "five begun blocks there, one here"
-    for _ in range(5):
-        policy.on_close(request, view("a").member.worker_id)
-    assert chosen(policy, make_request(), view("a"), view("b")) == {"a"}, "nothing is held there"
 
 
 @pytest.mark.parametrize("name", list(RIVALS))

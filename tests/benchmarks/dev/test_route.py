@@ -5,27 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.dev.route import DEEP_CELLS, DEFAULT_CELLS, options_of
-from benchmarks.dev.route_load.figures import is_sure, overview, ratio_figures, ratio_of
-from benchmarks.dev.route_load.predictions import is_near, prediction_figures, price_change
-from benchmarks.dev.route_load.runs import BOUNDS, COMPARED, POOLED, POOLED1, execute, parse_cell, plan, processes
+from benchmarks.dev.route import options_of
+from benchmarks.dev.route_load.runs import COMPARED, POOLED, POOLED1, execute, plan, processes
 from benchmarks.dev.simulation.fleet import ReplaySettings
-from benchmarks.dev.simulation.outcomes import Decile, Move, Observed, Outcome, Predictions
+from benchmarks.dev.simulation.outcomes import Outcome
 from benchmarks.dev.simulation.replay import Replay
-from benchmarks.dev.simulation.traces import DATA, SWE_AGENT, ConversationTrace, SweAgentTrace, TraceRequest, Workload
+from benchmarks.dev.simulation.traces import ConversationTrace
 from benchmarks.dev.simulation.variants import (
-    NUM_TENANTS,
-    with_answers,
     with_hot_prefix,
     with_kept_answers,
-    with_rate,
-    with_tenants,
 )
 from server.router.policies import make_policy
 
@@ -167,29 +160,6 @@ def test_a_real_redis_gives_the_figures_of_the_index_in_memory(tmp_path: Path) -
     assert memory.hit > 0.3
 
 
-@pytest.mark.parametrize(
-    "cell", ["conv", "conv0_n8", "x25_n8", "conv25_n0", "conv25_n8_x9", "conv25_n8@speed=2", "conv25_n8@load=much"]
-)
-def test_an_unknown_cell_is_refused(cell: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=f"cell '{cell}'"):
-        parse_cell(cell)
-
-
-def test_a_cell_replaces_options_of_the_command() -> None:
-    options = options_of(["--cells", "swe25_n8_kept_x8@gateways=4,engine=fifo", "swe25_n8_speeds_churn"])
-    changed, other = (plan(options, cell, 0, {})[0] for cell in options.cells)
-    assert changed.cell.variants == ["kept", "x8"]
-    assert (changed.settings.num_gateways, changed.settings.shared_engine) == (4, False)
-    assert (other.settings.num_gateways, other.settings.shared_engine) == (1, True)
-    assert other.settings.two_speeds
-    assert other.settings.death_and_join
-
-
-def test_deep_adds_cells() -> None:
-    assert [cell.name for cell in options_of(["--deep"]).cells] == [*DEFAULT_CELLS, *DEEP_CELLS]
-    assert len(DEFAULT_CELLS) <= 20
-
-
 def test_moving_blocks_nears_the_bound(outcomes: dict[str, Outcome]) -> None:
     """Fetched blocks bring TTFT close to the pooled bound, and costs in seconds beat fixed weights."""
     fetching = outcomes["fetching.headstart"].ttft_mean_s
@@ -199,69 +169,8 @@ def test_moving_blocks_nears_the_bound(outcomes: dict[str, Outcome]) -> None:
     assert small.ttft_mean_s <= 1.10 * large.ttft_mean_s, "a fifth of the pool, and four times that below it"
 
 
-def test_blocks_move_only_between_workers_that_share_their_time() -> None:
-    for arguments in (["--engine", "fifo", "--fetch", "20"], ["--cells", "conv25_n8@engine=fifo,fetch=20"]):
-        with pytest.raises(SystemExit):
-            options_of(arguments)
-
-
-@pytest.fixture(scope="module")
-def agent_workload() -> Workload:
-    return SweAgentTrace(DATA / SWE_AGENT, half=0).workload(num_workers=1, load=1.0, seed=0)
-
-
-def test_copies_of_a_trajectory_share_the_system_prompt(agent_workload: Workload) -> None:
-    by_size: dict[int, list[TraceRequest]] = {}
-    for session in agent_workload.sessions:
-        by_size.setdefault(session.requests[-1].num_prompt_tokens, []).append(session.requests[-1])
-    one, other, *_ = max(by_size.items())[1]
-    shared = [a == b for a, b in zip(one.hashes, other.hashes, strict=True)]
-    assert 0 < sum(shared) < len(shared)
-    assert not any(shared[sum(shared) :])
-
-
-def test_longer_answers_change_only_their_length(agent_workload: Workload) -> None:
-    longer = with_answers(agent_workload, lambda num_tokens: 8 * num_tokens)
-    for session, same in zip(longer.sessions, agent_workload.sessions, strict=True):
-        assert [r.num_output_tokens for r in session.requests] == [8 * r.num_output_tokens for r in same.requests]
-        assert session.start_s == same.start_s
-
-
 def small_trace(tmp_path: Path) -> ConversationTrace:
     return ConversationTrace(conversations(tmp_path / "trace.jsonl.gz", 150))
-
-
-def test_tenants_share_no_block_and_have_zipf_weights(tmp_path: Path) -> None:
-    workload = small_trace(tmp_path).workload(num_workers=4, load=0.9, seed=1)
-    changed = with_tenants(workload, 1)
-    first = {s.conversation: s.requests[0].hashes[0] for s in changed.sessions}
-    assert 1 < len(set(first.values())) <= NUM_TENANTS
-    assert len({s.requests[0].hashes[0] for s in workload.sessions}) == 1, "one system prompt"
-    assert changed.num_distinct_blocks > workload.num_distinct_blocks
-    for session in changed.sessions:
-        assert session.requests[0].hashes[0] == first[session.conversation]
-
-
-def test_a_kept_answer_begins_the_next_prompt(tmp_path: Path) -> None:
-    workload = small_trace(tmp_path).workload(num_workers=4, load=0.9, seed=1)
-    changed = with_kept_answers(with_answers(workload, lambda num_tokens: 6 * num_tokens))
-    last: dict[int, TraceRequest] = {}
-    num_found = 0
-    for session in changed.sessions:
-        request = session.requests[0]
-        before = last.get(session.conversation)
-        if before is not None and before.answer_ids is not None and len(before.hashes) < len(request.hashes):
-            held = [*before.block_ids, *before.answer_ids]
-            shared = min(len(held), len(request.hashes))
-            num_found += held[:shared] == list(request.block_ids[:shared])
-        last[session.conversation] = request
-    assert num_found > 50
-
-
-def test_a_higher_rate_moves_only_arrivals(tmp_path: Path) -> None:
-    workload = small_trace(tmp_path).workload(num_workers=4, load=0.9, seed=1)
-    faster = with_rate(workload, 1.5)
-    assert [s.start_s for s in faster.sessions] == [pytest.approx(s.start_s / 1.5) for s in workload.sessions]
 
 
 @pytest.mark.parametrize("policy", ["headstart", "pooled", "dynamo"])
@@ -282,74 +191,3 @@ def test_no_request_is_lost_with_a_dead_worker(tmp_path: Path, policy: str, *, s
     outcome = replay.run()
     assert outcome.num_requests == 135
     assert outcome.max_over_mean_busy < 5.0
-
-
-def outcome(ttft_s: float) -> Outcome:
-    return Outcome(0.5, ttft_s, ttft_s, ttft_s, ttft_s, ttft_s, 1.0, 1.0, num_requests=100.0)
-
-
-def test_the_worst_ratio_is_of_the_best_rival() -> None:
-    """Spreadings are compared in pairs: what both have in common does not count."""
-    outcomes = {
-        ("headstart", "a"): [outcome(1.0), outcome(2.0)],
-        ("llm-d", "a"): [outcome(2.0), outcome(4.0)],
-        ("headstart", "b"): [outcome(1.5), outcome(3.0)],
-        ("llm-d", "b"): [outcome(9.0), outcome(9.0)],
-        ("dynamo", "b"): [outcome(1.0), outcome(2.0)],
-        (POOLED, "b"): [outcome(0.1), outcome(0.1)],
-    }
-    figures = {figure.name: figure for figure in ratio_figures(outcomes)}
-    assert figures["headstart.a.ttft_over_rival"].value == pytest.approx(0.5)
-    assert figures["worst_ratio"].value == pytest.approx(1.5)
-    assert figures["worst_ratio"].note.endswith(": b")
-    assert figures["headstart.b.p95_over_rival"].value == pytest.approx(1.5)
-    assert figures["worst_tail_ratio"].note == "b"
-    marked = [line for line in overview(outcomes).splitlines() if line.startswith("b")]
-    assert marked[0].count("*") == 1, "the bound is no policy"
-
-
-def test_moves_and_waits_are_reported_over_all_requests() -> None:
-    predictions = Predictions()
-    predictions.add(Observed(0.35, 0.0, 0.5, 1.0, Move(0.2, 0.5), actual_wait_s=0.0))
-    predictions.add(Observed(1.4, 3.0, 2.0, 1.0, Move(0.9, 0.5), actual_wait_s=1.0))
-    figures = {f.name: f for f in prediction_figures({"a": [replace(outcome(1.0), predictions=predictions)]})}
-    assert figures["headstart.a.moves_losing"].value == 0.5
-    assert figures["headstart.a.room_deciles_missed"].value == 1
-    assert figures["headstart.a.room_error_s"].value == pytest.approx(2.0)
-
-
-def test_a_wait_is_near_within_a_quarter() -> None:
-    assert is_near(Decile(num_requests=2, predicted_s=9.0, actual_s=8.0))
-    assert not is_near(Decile(num_requests=2, predicted_s=11.0, actual_s=8.0))
-    assert is_near(Decile(num_requests=2, predicted_s=0.3, actual_s=0.1)), "within .2 s"
-    assert not is_near(Decile(num_requests=2, predicted_s=0.3, actual_s=0.0)), "nobody waited"
-
-
-def test_prices_are_compared_at_the_same_fill() -> None:
-    short, long = Predictions(), Predictions()
-    for fill, price_s in ((0.35, 1.0), (0.95, 4.0)):
-        short.add(Observed(fill, 0.0, price_s, 1.0, None))
-    for _ in range(3):
-        long.add(Observed(0.95, 0.0, 4.4, 1.0, None))
-    assert price_change(short, long) == pytest.approx(0.1)
-
-
-def test_a_ratio_lies_between_its_bounds() -> None:
-    ratio = ratio_of([1.0, 1.2, 0.9, 1.1], [1.0, 1.0, 1.0, 1.0])
-    assert ratio.value == pytest.approx(1.05)
-    assert ratio.lower < ratio.value < ratio.upper
-    assert ratio_of([1.2], [1.0]).half_width == 0.0
-    assert ratio_of([1.0, 2.0], [2.0, 4.0]).half_width == 0.0, "what pairs have in common does not count"
-
-
-def test_later_spreadings_have_the_best_rivals() -> None:
-    options = options_of(["--cells", CELL])
-    first = {run.policy: [outcome(at + 1.0)] for at, run in enumerate(plan(options, options.cells[0], 0, {}))}
-    outcomes = {(policy, CELL): runs for policy, runs in first.items()}
-    assert {*BOUNDS, "headstart", "llm-d", "dynamo", "sglang"} == first.keys()
-    assert [run.policy for run in plan(options, options.cells[0], 1, outcomes)] == ["headstart", "llm-d", "dynamo"]
-    outcomes["headstart", CELL].append(outcome(1.5))
-    outcomes["llm-d", CELL].append(outcome(2.0))
-    assert not is_sure(outcomes, CELL)
-    outcomes["headstart", CELL][1] = outcome(1.0)
-    assert is_sure(outcomes, CELL)

@@ -69,14 +69,6 @@ def scripted_bench(monkeypatch: pytest.MonkeyPatch, worker: type[ScriptedWorker]
     return tiers.TiersBench(options, folder, 8192)
 
 
-def test_each_place_gives_one_answer_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = scripted_bench(monkeypatch, ScriptedWorker, tmp_path)
-    bench.measure_first_tokens()
-    bench.measure_restart()
-    assert {len(answers) for place, answers in bench.answers.items() if place != "join"} == {2}
-    assert bench.num_short_loads == 0
-
-
 def test_another_answer_than_the_computed_one_fails_the_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class WrongWorker(ScriptedWorker):
         def answer(self, is_known: bool) -> tuple[int, ...]:
@@ -84,14 +76,3 @@ def test_another_answer_than_the_computed_one_fails_the_bench(tmp_path: Path, mo
 
     with pytest.raises(SystemExit, match="in the pool"):
         scripted_bench(monkeypatch, WrongWorker, tmp_path).measure_first_tokens()
-
-
-def test_the_interval_of_a_median_has_the_median_in_it() -> None:
-    low, high = tiers.median_interval([5.0, 1.0, 2.0, 100.0, 3.0, 4.0, 2.5])
-    assert 1.0 < low <= 3.0 <= high < 100.0
-
-
-def test_a_prompt_too_short_for_the_batches_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tiers.main(["--prompt-tokens", "512"])
-    assert "--prompt-tokens" in capsys.readouterr().err
