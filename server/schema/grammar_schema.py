@@ -1,8 +1,8 @@
-"""A client's JSON Schema for a grammar: references stay valid at any path, and unsupported keywords are removed.
+"""A client's JSON Schema for a grammar: references become pointers, and what the compiler lacks is named.
 
-An unknown `format` is an annotation, and is dropped. Any other keyword that a grammar cannot enforce is refused with
-`strict: true`, but for the limits of a float's type. Otherwise it is left to the model, and named in a header of the
-answer.
+The compiler itself ignores most of these keywords, but refuses some and misreads others. It reads relative references
+against the wrong schema. With `strict: true` such a keyword is refused, but for the limits of a float's type. Otherwise
+it is left to the model, and named in a header of the answer.
 """
 
 from __future__ import annotations
@@ -14,27 +14,23 @@ from typing import Any, Final
 
 from server.event_loop import TimeSlice
 from server.schema.decoding import invalid
-from server.schema.patterns import ENFORCED_FORMATS, FORMAT_PATTERNS, enforceable_pattern
+from server.schema.patterns import FORMAT_PATTERNS, enforceable_pattern
 from server.schema.schema_references import ASIDE, Node, References
 from worker.common.json_schema import Path, is_countable, pointer
 
-_NEVER_ENFORCED: Final[dict[str, tuple[Any, ...]]] = {
+_IGNORED: Final[dict[str, tuple[Any, ...]]] = {
     "contains": (),
     "dependencies": ({},),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
     "if": (),
-    "maxContains": (),
-    "minContains": (),
-    "not": (False,),
+    "not": (False, {}, True),
     "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
     "uniqueItems": (False,),
 }
-"""Keywords that no grammar enforces, with the values that have no effect."""
-_NEEDED: Final = {"maxContains": ("contains",), "minContains": ("contains",), "if": ("then", "else")}
-"""Keywords that have no effect without one of these others."""
+"""Keywords that the compiler ignores, with the values that have no effect or are enforced in another way."""
 _LOCAL: Final = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "id"})
 """Keywords for the reading of references. They are dropped, as all references become pointers."""
 _REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -56,10 +52,10 @@ class GrammarSchema:
 async def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> GrammarSchema:
     """Return a schema for a grammar that has it at a path, in slices. `param` names the client's field.
 
-    Raises InvalidRequestError for a reference without a target, and with `strict` for an unenforced keyword.
+    Raises InvalidRequestError with `strict` for an unenforced keyword.
     """
     schema: Node = json.loads(json.dumps(given))
-    schema.pop("x-guidance", None)  # the options of the compiler are ours
+    schema["x-guidance"] = {"lenient": True}  # the compiler ignores what is named here
     references, time_slice = References(schema), TimeSlice()
     nodes = await references.add((), schema)
     links: list[tuple[Node, str]] = []
@@ -71,14 +67,10 @@ async def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()
                 why = "cannot be enforced by a grammar: leave it out, or leave strict out"
                 raise invalid(field, why)
             relaxed.append(field)
-            if keyword != "oneOf":  # which the compiler takes as anyOf
-                for name in (keyword, "then", "else") if keyword == "if" else (keyword,):
-                    if name in node:
-                        node[ASIDE + name] = node.pop(name)
+            if keyword not in _IGNORED and keyword != "oneOf":  # which the compiler takes as anyOf
+                node[ASIDE + keyword] = node.pop(keyword)
         for keyword in _REFERENCES:
-            if isinstance(reference := node.get(keyword), str):
-                if (target := references.find(node, reference)) is None:
-                    raise invalid(_field_name(param, (*path, keyword)), "refers to nothing in this schema")
+            if isinstance(reference := node.get(keyword), str) and (target := references.find(node, reference)):
                 links.append((node, keyword))
                 nodes += await references.add(*target)
         await time_slice.rest()
@@ -104,27 +96,21 @@ def relaxed_header(fields: tuple[str, ...]) -> tuple[bytes, bytes]:
 
 
 def _unenforced(node: Node, references: References) -> Iterator[str]:
-    """Remove the keywords without an effect, and yield those that a grammar cannot enforce."""
+    """Yield the keywords that a grammar cannot enforce. Write others so that it does."""
     if node.get("not", False) in ({}, True):
-        del node["not"]
         node["enum"] = []
-    _write_format(node)
-    for keyword, neutral in _NEVER_ENFORCED.items():
-        if keyword in node:
-            needed = _NEEDED.get(keyword)
-            if node[keyword] in neutral or (needed and not any(other in node for other in needed)):
-                del node[keyword]
-            else:
-                yield keyword
-    for keyword in ("then", "else"):
-        node.pop(keyword, None)
+    pattern = FORMAT_PATTERNS.get(str(node.get("format")))
+    if pattern is not None and isinstance(all_of := node.setdefault("allOf", []), list):
+        all_of.append({"pattern": pattern})
+    for keyword, neutral in _IGNORED.items():
+        is_effective = keyword != "if" or "then" in node or "else" in node
+        if keyword in node and node[keyword] not in neutral and is_effective:
+            yield keyword
     patterns = node.get("patternProperties")
-    if isinstance(patterns, dict):
-        enforceable = {enforceable_pattern(pattern) for pattern in patterns}
-        if len(patterns) > 1 or None in enforceable:
-            yield "patternProperties"
-            if node.get("additionalProperties", True) not in (True, {}):
-                yield "additionalProperties"
+    if isinstance(patterns, dict) and (len(patterns) > 1 or None in map(enforceable_pattern, patterns)):
+        yield "patternProperties"
+        if node.get("additionalProperties", True) not in (True, {}):
+            yield "additionalProperties"
     yield from _unenforced_counts(node)
     if isinstance(pattern := node.get("pattern"), str):
         if (same := enforceable_pattern(pattern)) is None:
@@ -134,20 +120,10 @@ def _unenforced(node: Node, references: References) -> Iterator[str]:
     yield from _unenforced_numbers(node)
     if isinstance(options := node.get("oneOf"), list) and not _are_disjoint(node, options, references):
         yield "oneOf"
-
-
-def _write_format(node: Node) -> None:
-    """Remove an unknown format, which is an annotation. Write dates and times as patterns."""
-    name = node.get("format")
-    if not isinstance(name, str) or name in ENFORCED_FORMATS:
-        return
-    del node["format"]
-    if (pattern := FORMAT_PATTERNS.get(name)) is None:
-        return
-    if "pattern" not in node:
-        node["pattern"] = pattern
-    elif isinstance(both := node.setdefault("allOf", []), list):
-        both.append({"pattern": pattern})
+    for keyword in _REFERENCES:
+        is_second = keyword != "$ref" and "$ref" in node
+        if isinstance(reference := node.get(keyword), str) and (is_second or not references.find(node, reference)):
+            yield keyword
 
 
 def _unenforced_counts(node: Node) -> Iterator[str]:

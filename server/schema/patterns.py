@@ -14,8 +14,6 @@ FORMAT_PATTERNS: Final = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time"
 """Formats whose own grammars accept too much: lower-case letters, and the 29th of every February."""
 MAX_PATTERN_CHARS: Final = 1 << 14
 """The compiler refuses much longer patterns."""
-ENFORCED_FORMATS: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
-"""Formats that the grammar compiler enforces itself."""
 
 _SECONDS: Final = r"\d+(?:[.,]\d+)?S"
 _HOURS: Final = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
@@ -34,53 +32,29 @@ _ESCAPE: Final = (
     r"\\(?:[-^$\\.*+?()\[\]{}|/_@: \"'%#&~`!=,;dDwWsSafnrtv]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
     r"|u\{[0-9a-fA-F]{1,6}\}|[pP](?:[A-Z]|\{\w+\}))"
 )
-_REGEX_TOKEN: Final = re.compile(
-    rf"(?P<class>\[(?:\^|(?!\^))(?:{_ESCAPE}|[^\]\[\\])+\])|{_ESCAPE}"
-    r"|(?P<open>\((?:\?(?::|P?<[A-Za-z_]\w*>))?)|(?P<close>\))|(?P<alternation>\|)|(?P<start>\^)|(?P<end>\$)"
-    r"|(?P<quantifier>[*+?]\??|\{\d{1,5}(?:,\d{0,5})?\}\??)|[^\\\[\]{}()|^$*+?]",
+_TOKEN: Final = re.compile(
+    rf"\[(?:\^|(?!\^))(?:(?!&&|--|~~|\|\|)(?:{_ESCAPE}|[^\]\[\\]))+\]|{_ESCAPE}|\((?:\?(?::|P?<[A-Za-z_]\w*>))?"
+    r"|(?:[*+?]|\{\d{1,5}(?:,\d{0,5})?\})\??(?![*+?{])|[^\\\[\]{}(*+?]",
     re.DOTALL,
 )
+"""A token of a pattern that a grammar has. Look-around, back references, `\\b`, set operations and flags are none."""
 _PROPERTY: Final = re.compile(r"\\(?:[pP](?:[A-Z]|\{\w+\})|u\{[0-9a-fA-F]+\})")
 """Escapes that Python's expressions lack."""
 
 
 def enforceable_pattern(pattern: str) -> str | None:
-    """Return an equivalent pattern that a grammar can enforce; None: there is none.
-
-    Look-around, back references and word boundaries are refused: a grammar has none.
-    """
-    if len(pattern) > MAX_PATTERN_CHARS:
-        return None
+    """Return an equivalent pattern that a grammar can enforce; None: there is none."""
     pattern = _SAME.get(pattern, pattern)
-    depth = position = 0
-    at_start = True  # of a top-level alternative
-    ended = is_repeatable = False
-    while position < len(pattern):
-        token = _REGEX_TOKEN.match(pattern, position)
-        if token is None:
+    tokens = _TOKEN.findall(pattern)
+    if len(pattern) > MAX_PATTERN_CHARS or "".join(tokens) != pattern:
+        return None
+    depth = 0
+    for before, token, after in zip(["|", *tokens], tokens, [*tokens[1:], "|"], strict=False):
+        if (token == "^" and (depth or before != "|")) or (token == "$" and (depth or after != "|")):
             return None
-        position, kind = token.end(), token.lastgroup
-        if kind == "alternation":
-            at_start, ended, is_repeatable = depth == 0, False, False
-            continue
-        if ended or (kind == "start" and not at_start) or (kind == "end" and depth):
-            return None
-        if kind == "quantifier" and not is_repeatable:
-            return None
-        depth += {"open": 1, "close": -1}.get(kind or "", 0)
-        if depth < 0 or (kind in ("class", "quantifier") and not _is_valid_token(token[0])):
-            return None
-        ended, at_start = kind == "end", False
-        is_repeatable = kind not in ("open", "start", "end")
-    return None if depth else pattern
-
-
-def _is_valid_token(token: str) -> bool:
-    """Return whether no range of a class or of a repetition is reversed, and a class has no set operation."""
-    if any(operation in token for operation in ("&&", "--", "~~", "||")):
-        return False
+        depth += token.startswith("(") - (token == ")")
     try:
-        re.compile(_PROPERTY.sub(r"\\w", token) if token.startswith("[") else f"a{token}")
-    except re.error:
-        return False
-    return True
+        re.compile("".join("(?:" if token.startswith("(") else _PROPERTY.sub(r"\\w", token) for token in tokens))
+    except (re.error, OverflowError, RecursionError):
+        return None
+    return pattern

@@ -100,7 +100,7 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRule
     elif named is not None:
         grammar = Grammar("json_schema", json.dumps(forms.definitions[named.name]))
     else:
-        schema = list_schema(forms, "parameters") | {"$defs": forms.definitions}
+        schema = list_schema(forms, "parameters") | {"$defs": forms.definitions, "x-guidance": {"lenient": True}}
         grammar = Grammar("json_schema", json.dumps(schema))
     return Constraint(grammar, answer.param, answer.relaxed + (forms.relaxed if grammar is not None else ()))
 

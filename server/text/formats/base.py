@@ -229,7 +229,7 @@ class GrammarTools:
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": compiler_options()})
+    return "%json " + json.dumps({**schema, "x-guidance": {**compiler_options(), "lenient": True}})
 
 
 @dataclass(frozen=True, slots=True)

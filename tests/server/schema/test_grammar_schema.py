@@ -291,10 +291,22 @@ def test_a_reference_into_what_is_left_to_the_model_still_holds() -> None:
 
 
 @pytest.mark.parametrize("reference", ["#/$defs/b", "https://example.com/x", "Pet", "#name", "#/a/0", "http://[x"])
-def test_a_reference_to_nothing_is_refused_by_its_place(reference: str) -> None:
-    for strict in (False, True):
-        with pytest.raises(InvalidRequestError, match=r"p\.items\.\$ref refers to nothing"):
-            placed({"items": {"$ref": reference}, "$defs": {"a": {}}}, strict=strict)
+def test_a_reference_to_nothing_is_left_to_the_model(reference: str) -> None:
+    schema = {"items": {"$ref": reference, "type": "integer"}, "$defs": {"a": {}}}
+    held = placed(schema)
+    assert held.relaxed == ("p.items.$ref",)
+    assert takes(language(held), "[1]")
+    assert not takes(language(held), '["x"]')
+    with pytest.raises(InvalidRequestError, match=r"p\.items\.\$ref cannot be enforced"):
+        placed(schema, strict=True)
+
+
+def test_a_reference_into_what_has_no_effect_still_holds() -> None:
+    for aside in ({"then": {"type": "boolean"}}, {"minProperties": 0, "not": {"type": "boolean"}}):
+        [name] = aside.keys() & {"then", "not"}
+        start = language(placed({"type": "object", "properties": {"a": {"$ref": f"#/{name}"}}, **aside}))
+        assert takes(start, '{"a":true}')
+        assert not takes(start, '{"a":1}')
 
 
 def test_a_header_names_places_in_one_ascii_line() -> None:
