@@ -44,7 +44,7 @@ def test_connections_of_serve(tiny_model: Path, tmp_path: Path) -> None:
         [redis_port] = free_ports(1)
         stack.enter_context(RedisServer(tmp_path, newest_redis(), "--port", str(redis_port)))
         redis = f"redis://127.0.0.1:{redis_port}"
-        engine = FakeEngine("engine", tmp_path, tiny_model, redis)
+        engine = FakeEngine("engine", tmp_path, tiny_model)
         engine.start()
         stack.callback(engine.kill)
         options = ["--model", str(tiny_model), "--num-workers", "1", "--threads", "1", "--redis", redis]

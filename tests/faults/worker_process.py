@@ -19,11 +19,8 @@ import torch
 
 import worker.loading.engine
 import worker.main
-from cache.stores.disk import DiskStore
-from cache.types import ChainLink
 from worker.contracts.step import Launch, Runner, SequenceResult, Step, StepResult
 from worker.engine.engine import EngineCore
-from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import SamplingParams
 
@@ -45,10 +42,6 @@ class Additions:
     poison: str = "raise"
     """raise: the step raises. break: so do all later steps, as after an illegal access on a GPU. kill: the process dies
     by SIGKILL."""
-    disk_s: float = 0.0
-    """Duration of each read and write of a block on disk."""
-    serve_s: float = 0.0
-    """Duration of each read of a block for a peer."""
 
 
 class AddingRunner:
@@ -87,28 +80,6 @@ class AddingRunner:
             raise InjectedError("the device is broken")
 
 
-def _slow_disk(seconds: float) -> type[DiskStore]:
-    class SlowDisk(DiskStore):
-        def _read_record(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
-            time.sleep(seconds)
-            return super()._read_record(payload, link, slot)
-
-        def _write_record(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
-            time.sleep(seconds)
-            return super()._write_record(payload, link, slot)
-
-    return SlowDisk
-
-
-def _slow_transfers(seconds: float) -> type[KVTransfers]:
-    class SlowTransfers(KVTransfers):
-        def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
-            time.sleep(seconds)
-            return super().read_record(link, payload)
-
-    return SlowTransfers
-
-
 def run_worker(argv: Sequence[str], log_path: str, additions: Additions | None) -> None:
     """The target of a forked process. Never returns."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -123,10 +94,6 @@ def run_worker(argv: Sequence[str], log_path: str, additions: Additions | None) 
             return EngineCore(scheduler, AddingRunner(runner, additions), *args, **options)
 
         worker.loading.engine.EngineCore = with_additions  # type: ignore[assignment, misc]
-        if additions.serve_s:
-            worker.loading.engine.KVTransfers = _slow_transfers(additions.serve_s)  # type: ignore[misc]
-        if additions.disk_s:
-            worker.loading.engine.DiskStore = _slow_disk(additions.disk_s)  # type: ignore[misc]
     code = worker.main.main(list(argv))
     sys.stdout.flush()
     sys.stderr.flush()

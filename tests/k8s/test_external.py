@@ -151,7 +151,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFleet]:
     fleet = EngineFleet(folder, "--cluster-secret-file", str(folder / "secret"))
     for name in ("first", "second"):
         engine = fleet.add_engine(name, model)
-        engine.adapters.clear()
         engine.command = [re.sub(r"^tcp://127.0.0.1:", "tcp://*:", word) for word in engine.command]
     with fleet:
         yield fleet
