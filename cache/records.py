@@ -33,7 +33,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     assigned_prefill_s: _Seconds = 0.0
     """Prefill seconds ever assigned in this epoch: a counter, from which gateways derive the fleet's load."""
     prefill_tokens_per_s: _Seconds = 0.0
-    """Measured prefill rate; 0.0 before the first measurement."""
+    """Measured prefill rate, without the fixed part of a prefill; 0.0 before the first measurement."""
     num_running: Count = 0
     num_waiting: Count = 0
     num_free_blocks: Count = 0
@@ -52,6 +52,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Not read: workers of 0.1 send it."""
     problem: str = ""
     """Why it takes no request; empty if it does, or drains."""
+    prefill_fixed_s: _Seconds = 0.0
+    """Measured part of a prefill's time that its tokens do not change; 0.0: unknown."""
+    is_rate_unsure: bool = False
+    """Tokens were less than a third of the measured prefills: of two that differ in length only the sum is sure."""
 
 
 @dataclass(frozen=True, slots=True)

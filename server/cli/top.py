@@ -168,7 +168,8 @@ def _workers(workers: Sequence[dict[str, Any]], num_shown: int, needed: dict[str
         used = f"{load['blocks'] - load['free_blocks']:,}/{load['blocks']:,}" if load else "-"
         left_s = worker["lease_left_s"]
         cells = [number(load.get("running")), number(load.get("waiting")), used, number(worker["hit_rate"], ".0%")]
-        cells += [number(load.get("prefill_tokens_per_s"), ",.0f", "/s"), number(load.get("queued_s"), ".3f", " s")]
+        cells.append(number(load.get("prefill_tokens_per_s") or None, ",.0f", "/s"))
+        cells.append(number(load.get("queued_s"), ".3f", " s"))
         cells.append("over" if left_s is not None and left_s <= 0 else number(left_s, ".1f", " s"))
         state = line(worker["state"], _STATES.get(worker["state"], "dim"))
         table.add_row(line(worker["worker"]), state, *map(line, cells))

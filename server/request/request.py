@@ -323,7 +323,7 @@ class Generation:
                     (metrics.resumed if any(choice.output_ids for choice in self.choices) else metrics.restarted).inc()
                 metrics.planned_fetches.inc(by=placement.source is not None)
                 self._services.router.started(placement, frame.num_cached_tokens, frame.queue_s)
-                self.times.start(placement.prefill_tokens_per_s, frame.queue_s)
+                self.times.start(placement.prefill_tokens_per_s, placement.prefill_fixed_s, frame.queue_s)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens, self._counted = frame.num_cached_tokens, placement
                     self.fetched_tokens = known_places(frame.fetched_tokens or {})

@@ -142,7 +142,7 @@ class ResponseStream:
             num_cached = min(num_tokens, each.num_cached_tokens or 0)
             account.prompt_tokens += num_tokens
             account.output_tokens += num_output_tokens
-            account.prefill_s += (num_tokens - num_cached) / times.tokens_per_s
+            account.prefill_s += times.fixed_s + (num_tokens - num_cached) / times.tokens_per_s
             account.prefill_saved_s += num_cached / times.tokens_per_s
             account.block_s += -(-(num_tokens + num_output_tokens) // spec.model.bundle.block_size) * times.held_s
             if num_cached:

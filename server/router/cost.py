@@ -1,7 +1,7 @@
 """The cost of a request at each worker, in seconds: every term, in the order of docs/routing.md.
 
     fetch_s         time to get blocks from tiers and a peer          `fetch_plan.plan_fetch`
-    prefill_s       time to compute the other tokens                  `CostModel.prefill_s`
+    prefill_s       time to compute the other tokens                  `_view`
     queue_s         delay by prefills that are there already          `WorkerLoadEstimate.delay`
     num_displaced   prefills there that this one would delay          `WorkerLoadEstimate.delay`
     eviction_s      work to get back the blocks that it evicts        `CostModel.eviction_s`
@@ -51,7 +51,7 @@ class CostModel:
     """The constants of the cost, and its closed formulas."""
 
     request_s: float = 0.01
-    """c0: the fixed part of a prefill."""
+    """c0: the fixed part of a prefill, at a worker that has not measured it."""
     window_s: float = 60.0
     max_rho: float = 0.75
     """In a busier fleet later requests avoid a queue, so it delays fewer of them."""
@@ -63,10 +63,6 @@ class CostModel:
     max_decode_s: float = 20.0  # the part of that time that counts: later requests go where fewer run
     copy_weight: float = 0.04
     """A fetched block costs at least this share of computing it: a copy evicts blocks that other prompts reuse."""
-
-    def prefill_s(self, num_tokens: int, tokens_per_s: float) -> float:
-        """Return the prefill seconds of `num_tokens` uncached tokens."""
-        return self.request_s + num_tokens / tokens_per_s
 
     def kv_wait_s(self, usage: float, mean_residency_s: float, num_running: int) -> float:
         """Return the wait until the pool has room. `usage` is the share held, this request's blocks included.
@@ -170,6 +166,8 @@ class WorkerView(msgspec.Struct, eq=False):
     matched_tokens: int
     """Prompt tokens of full blocks that count as cached there."""
     prefill_tokens_per_s: float
+    prefill_fixed_s: float
+    """The part of a prefill there that its tokens do not change."""
     prefill_s: float
     """Prefill time of this request there, without fetches."""
     queue_s: float
@@ -273,6 +271,8 @@ def views(candidates: Sequence[Candidate], context: DecisionContext) -> list[Wor
     loads = [candidate.load for candidate in candidates]
     rates = sorted([load.prefill_tokens_per_s for load in loads if load.prefill_tokens_per_s > 0.0])
     median_tokens_per_s = rates[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S
+    fixed = sorted([load.prefill_fixed_s for load in loads if load.prefill_fixed_s > 0.0])
+    median_fixed_s = fixed[len(fixed) // 2] if fixed else context.cost.request_s
     peers: PeersByLayout = {}
     if any([load.fetch_tokens_per_s for load in loads]):  # noqa: C419 - a generator takes twice the time
         peers = find_peers(candidates, context.broken, request)
@@ -281,7 +281,8 @@ def views(candidates: Sequence[Candidate], context: DecisionContext) -> list[Wor
         estimate = context.loads.of(candidate.member)
         estimate.observe(candidate.load, now_s - candidate.load_age_s, context.gateway_id)
         tokens_per_s = max(MIN_TOKENS_PER_S, estimate.prefill_tokens_per_s(median_tokens_per_s, now_s))
-        found.append(_view(candidate, estimate, tokens_per_s, peers, context))
+        fixed_s = estimate.prefill_fixed_s(median_fixed_s, now_s)
+        found.append(_view(candidate, estimate, tokens_per_s, fixed_s, peers, context))
     return found
 
 
@@ -289,6 +290,7 @@ def _view(
     candidate: Candidate,
     estimate: WorkerLoadEstimate,
     tokens_per_s: float,
+    fixed_s: float,
     all_peers: PeersByLayout,
     context: DecisionContext,
 ) -> WorkerView:
@@ -300,7 +302,7 @@ def _view(
     if all_peers or candidate.tier_blocks:
         plan, peers = plan_fetch(candidate, matched_tokens, tokens_per_s, all_peers, request.num_prompt_tokens)
     cached_tokens = matched_tokens if plan is None else plan.end_tokens
-    prefill_s = cost.prefill_s(request.num_prompt_tokens - cached_tokens, tokens_per_s)
+    prefill_s = fixed_s + (request.num_prompt_tokens - cached_tokens) / tokens_per_s
     queue_s, num_displaced = estimate.delay(prefill_s, now_s)
     if own.num_cached > candidate.matched_blocks:  # its prefix is there when their prefill ends
         queue_s = max(queue_s, own.ready_s)
@@ -315,6 +317,7 @@ def _view(
         min(own.num_cached * block_size, most_tokens) if own.num_cached else 0,
         matched_tokens,
         tokens_per_s,
+        fixed_s,
         prefill_s,
         queue_s,
         num_displaced,

@@ -109,7 +109,7 @@ class WorkerLoadEstimate:
         """When the last report was written."""
         self._others_s = 0.0
         self._others_seen_s = -math.inf
-        self._tokens_per_s = 0.0
+        self._tokens_per_s = self._fixed_s = 0.0
         self._measured_s = -math.inf
         """When the worker last reported another prefill rate than before."""
 
@@ -167,6 +167,7 @@ class WorkerLoadEstimate:
         if load.prefill_tokens_per_s != self._tokens_per_s:
             self._tokens_per_s = load.prefill_tokens_per_s
             self._measured_s = written_s
+        self._fixed_s = load.prefill_fixed_s
         self.assigned.observe(load.assigned_prefill_s, written_s)
         while self._live_block_changes and self._live_block_changes[0][0] <= written_s:
             self._num_reported_live_blocks = self._live_block_changes.popleft()[1]
@@ -188,8 +189,16 @@ class WorkerLoadEstimate:
         """
         if not self._tokens_per_s:
             return median
-        weight = max(0.0, 1.0 - (now_s - self._measured_s) / _RATE_MEMORY_S)
-        return max(self._tokens_per_s, median - weight * (median - self._tokens_per_s))
+        return max(self._tokens_per_s, median - self._weight(now_s) * (median - self._tokens_per_s))
+
+    def prefill_fixed_s(self, median_s: float, now_s: float) -> float:
+        """Return the fixed part of a prefill, likewise."""
+        if not self._fixed_s:
+            return median_s
+        return min(self._fixed_s, median_s + self._weight(now_s) * (self._fixed_s - median_s))
+
+    def _weight(self, now_s: float) -> float:
+        return max(0.0, 1.0 - (now_s - self._measured_s) / _RATE_MEMORY_S)
 
     def delay(self, prefill_s: float, now_s: float) -> tuple[float, float]:
         """Return how long the prefills here delay a new one of `prefill_s`, and how many it would displace.

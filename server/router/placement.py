@@ -65,6 +65,7 @@ class Placement:
     placed_s: float
     predicted_ttft_s: float
     prefill_tokens_per_s: float
+    prefill_fixed_s: float
     estimate: WorkerLoadEstimate
     """The load of this incarnation of the worker."""
     active: TrackedRequest
@@ -204,6 +205,7 @@ class Scorer:
             placed_s=now_s,
             predicted_ttft_s=chosen.predicted_ttft_s,
             prefill_tokens_per_s=chosen.prefill_tokens_per_s,
+            prefill_fixed_s=chosen.prefill_fixed_s,
             estimate=chosen.estimate,
             active=active,
         )
@@ -216,7 +218,7 @@ class Scorer:
         self.ledger.found(placement.request, placement.worker, num_cached_tokens)
         num_prompt_tokens, now_s = placement.request.num_prompt_tokens, self._clock()
         num_uncached = max(0, num_prompt_tokens - num_cached_tokens)
-        prefill_s = self._cost.prefill_s(num_uncached, placement.prefill_tokens_per_s)
+        prefill_s = placement.prefill_fixed_s + num_uncached / placement.prefill_tokens_per_s
         placement.estimate.start(placement.active, prefill_s, now_s)
         placement.estimate.hit_rate.add(num_cached_tokens, num_prompt_tokens, now_s)
         return True

@@ -96,7 +96,7 @@ class Account(Struct, eq=False, kw_only=True):
 class PromptTimes:
     """The times of one prompt: in queues, on the wire, and with blocks at a worker."""
 
-    __slots__ = ("_clock", "_is_waiting", "_since_s", "held_s", "queue_s", "tokens_per_s", "wire_s")
+    __slots__ = ("_clock", "_is_waiting", "_since_s", "fixed_s", "held_s", "queue_s", "tokens_per_s", "wire_s")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -106,8 +106,8 @@ class PromptTimes:
         self.queue_s = 0.0
         self.wire_s = 0.0
         self.held_s = 0.0
-        self.tokens_per_s = 0.0
-        """The prefill rate of the worker that computed the prompt; 0.0: none has begun."""
+        self.tokens_per_s = self.fixed_s = 0.0
+        """The prefill rate of the worker that computed the prompt, 0.0: none has begun; and its fixed part."""
 
     def wait(self) -> None:
         """Begin to wait. Call it before the choice of a worker, at each sending, and when a worker is lost."""
@@ -119,15 +119,16 @@ class PromptTimes:
             self.held_s += elapsed_s
         self._since_s, self._is_waiting = now_s, True
 
-    def start(self, tokens_per_s: float, queue_s: float | None = None) -> None:
-        """Begin the prefill, at a worker of this rate, after `queue_s` in its queue. None: not reported."""
+    def start(self, tokens_per_s: float, fixed_s: float, queue_s: float | None = None) -> None:
+        """Begin the prefill, at a worker of these measures, after `queue_s` in its queue. None: not reported."""
         if queue_s is not None and self._is_waiting and self._since_s is not None:
             wire_s = max(0.0, self._clock() - self._since_s - queue_s)
             self.wire_s += wire_s
             self._since_s += wire_s
         self.wait()  # ends the state before
         self._is_waiting = False
-        self.tokens_per_s = self.tokens_per_s or tokens_per_s
+        if not self.tokens_per_s:
+            self.tokens_per_s, self.fixed_s = tokens_per_s, fixed_s
 
     def stop(self) -> None:
         """End the present state, if any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 import zlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,6 +26,8 @@ class Rank:
         self.num_running = self.num_waiting = 0
         self.num_aborted = 0
         self.cached_tokens = 0
+        self.num_prefills = self.prefill_tokens = 0
+        self.prefill_s = 0.0
         self.events: Events | None = None
         if args.events:
             endpoint, replay = _of_rank(args.events, number), args.replay and _of_rank(args.replay, number)
@@ -84,10 +87,12 @@ class Rank:
             num_cached = len(held) * self.pool.block_size
             self.cached_tokens += num_cached
             async with self.prefill:
-                left_s = (len(token_ids) - num_cached) / self.args.prefill_tokens_per_s
+                begun_s = time.monotonic()
+                left_s = self.args.request_s + (len(token_ids) - num_cached) / self.args.prefill_tokens_per_s
                 while left_s > 0.0:
                     await self.step(min(left_s, self.args.chunk_s))
                     left_s -= self.args.chunk_s
+                prefill_s = time.monotonic() - begun_s
             self._store(token_ids, hashes, held, salt, lora)
             context = list(token_ids)
             plan = self._planned(params)
@@ -108,6 +113,8 @@ class Rank:
                 last = number + 1 == params["max_tokens"]
                 ended = last
                 yield [token_id], "length" if last else None, None
+            self.num_prefills, self.prefill_s = self.num_prefills + 1, self.prefill_s + prefill_s
+            self.prefill_tokens += len(token_ids) - num_cached
             yield num_cached
         finally:
             self.num_aborted += not ended

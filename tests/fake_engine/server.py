@@ -107,6 +107,9 @@ class FakeEngine:
                 f'vllm:engine_sleep_state{{sleep_state="awake",{label}}} {float(not self.sleeping)}',
                 f'vllm:cache_config_info{{block_size="{pool.block_size}",{caching},'
                 f'num_gpu_blocks="{pool.num_blocks * len(self.ranks)}",{label}}} 1.0',
+                f"vllm:request_prefill_kv_computed_tokens_sum{{{label}}} {float(rank.prefill_tokens)}",
+                f"vllm:request_prefill_time_seconds_sum{{{label}}} {rank.prefill_s}",
+                f"vllm:request_prefill_time_seconds_count{{{label}}} {float(rank.num_prefills)}",
                 f"vllm:prefix_cache_hits_total{{{label}}} {float(rank.cached_tokens)}",
             ]
         return PlainTextResponse("\n".join(lines) + "\n")
@@ -143,6 +146,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--prefill-tokens-per-s", type=float, default=50_000.0)
+    parser.add_argument("--request-s", type=float, default=0.0, help="the fixed part of a prefill")
     parser.add_argument("--chunk-s", type=float, default=1.0, help="the longest step of a prefill")
     parser.add_argument("--mean-tokens", type=int, default=64)
     parser.add_argument("--no-text-api", action="store_true", help="as vLLM without --enable-scale-out")

@@ -56,7 +56,7 @@ class PlainRouter:
             if fits and (member.worker_id, member.epoch) not in request.excluded:
                 estimate = WorkerLoadEstimate(member.epoch, 60.0)
                 about = request, member, self.promised_tokens, self.source
-                placement = RecordedPlacement(*about, 0.0, 0.0, 1.0, estimate, estimate.add(0.0, 0, 0.0))
+                placement = RecordedPlacement(*about, 0.0, 0.0, 1.0, 0.0, estimate, estimate.add(0.0, 0, 0.0))
                 self.placements.append(placement)
                 return placement
         raise NoWorkerError("no worker is ready", retry_after_s=2.0)

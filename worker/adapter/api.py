@@ -67,7 +67,11 @@ class EngineLoad:
     """The fraction of blocks that running requests hold."""
     prefill_tokens: float = 0.0
     prefill_s: float = 0.0
-    """Totals since the start: tokens computed in prefills, and the seconds spent."""
+    num_prefills: int = 0
+    """Totals since the start: tokens computed in prefills, their seconds, and their number, once requests have ended.
+
+    Prefills that run next to each other count their seconds each.
+    """
     reuses_prefixes: bool | None = None
     """Prefix caching is on; None: unknown."""
     speculates: bool = False

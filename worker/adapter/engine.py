@@ -233,7 +233,7 @@ class AdapterEngine:
                 self._counts = counts
                 facts = facts_of(counts, model)
                 self._moved(self._health.answered(facts, counts, is_paused=is_paused, num_open=num_open))
-                self._account.seed_rate(counts)
+                self._account.read(counts)
                 if self._health.problem is None and not GENERATING.isdisjoint(self.member.capabilities):
                     self._warn_bypass(counts, num_open)
                 self._take_loras(model.loras)

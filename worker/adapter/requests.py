@@ -175,7 +175,9 @@ class EngineRequests:
                 await asyncio.sleep(SUSPECT_NOTICE_S)
             self.has_sent_block = self.has_sent_block or len(request.prompt_ids) > self._blocks.engine_block_size
             num_tokens = len(request.prompt_ids) - num_expected
-            prefill = active.prefill = self._account.send(active.key, request.gateway_id, num_tokens)
+            call = request.call
+            is_seen = call is None or call.streams or call.pools
+            prefill = active.prefill = self._account.send(active.key, request.gateway_id, num_tokens, is_seen=is_seen)
             try:
                 self._start_reached()
                 await self._answer(active, prefill, num_expected, until_first_token)
@@ -184,7 +186,8 @@ class EngineRequests:
                     self._sink.report(self._blocks.remove_missing(hashes, active.num_cached, at_batch))
                 self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
             finally:
-                self._drop(prefill)
+                self._account.end(prefill)
+                self._start_reached()
         return active.end()
 
     async def _answer(
@@ -192,7 +195,7 @@ class EngineRequests:
     ) -> None:
         """Pass on what an API of the engine answers. Choices end only after the whole answer."""
         request, reasons = active.request, dict[int, str]()
-        if request.call is not None and not request.call.streams:  # its first token will not be seen
+        if not prefill.is_seen:
             asyncio.get_running_loop().call_later(self._account.seconds_left(), self._drop, prefill)
         self._account.num_open_choices += len(request.choices)
         try:
@@ -217,7 +220,7 @@ class EngineRequests:
         """Record the first token of a request."""
         self._start(active, num_expected)
         self._account.first_token(prefill)
-        if (call := active.request.call) is None or call.streams or call.pools:  # else the whole answer is here
+        if prefill.is_seen:  # else the whole answer is here
             active.first_token_s = time.monotonic()
             if active.steps is not None:
                 active.steps.first_token_s = active.first_token_s

@@ -37,6 +37,7 @@ _GAUGES: Final = {
 _TOTALS: Final = {
     b"vllm:request_prefill_kv_computed_tokens_sum": "prefill_tokens",
     b"vllm:request_prefill_time_seconds_sum": "prefill_s",
+    b"vllm:request_prefill_time_seconds_count": "num_prefills",
     b"vllm:spec_decode_num_drafts_total": "num_drafts",
     b"vllm:generation_tokens_total": "work",
     b"vllm:iteration_tokens_total_sum": "work",
@@ -201,6 +202,7 @@ def parse_load(text: bytes, rank: int | None) -> EngineLoad:
             usage=values.get("usage", 0.0),
             prefill_tokens=values.get("prefill_tokens", 0.0),
             prefill_s=values.get("prefill_s", 0.0),
+            num_prefills=int(values.get("num_prefills", 0)),
             reuses_prefixes={b"True": True, b"False": False}.get(caches[rank].get(b"enable_prefix_caching", b"")),
             speculates="num_drafts" in values,
             work=values.get("work", 0.0),

@@ -74,7 +74,8 @@ class WorkerMetrics:
         for kind in get_args(StepKind):
             self.step_failures.labels(kind)  # from 0: an alert does not see a series that begins with a failure
         self.preemptions = counter("preemptions", "Sequences preempted, to be computed again")
-        self.prefill_rate = gauge("prefill_tokens_per_second", "Measured prefill rate")
+        self.prefill_rate = gauge("prefill_tokens_per_second", "Measured prefill rate; 0: unknown")
+        self.prefill_fixed = gauge("prefill_fixed_seconds", "Measured part of a prefill that its tokens do not change")
         self.engine_problem = gauge("engine_problem", "1: the engine of this adapter takes no request")
 
         self.blocks = gauge("kv_blocks", "Blocks of the KV pool")
@@ -159,6 +160,7 @@ class WorkerMetrics:
         self.queue_size.set(load.num_waiting)
         self.running.set(load.num_running)
         self.prefill_rate.set(load.prefill_tokens_per_s)
+        self.prefill_fixed.set(load.prefill_fixed_s)
         self.blocks.set(stats.num_blocks)
         self.free_blocks.set(stats.num_free_blocks)
         self.cached_blocks.set(stats.num_cached_blocks)

@@ -104,6 +104,7 @@ class Reporter:
             num_blocks=allocator.num_blocks,
             draining=self.draining,
             start_interval_s=self.starts.mean_s,
+            prefill_fixed_s=self.rate.seconds(1) * self.rate.step_tokens,
         )
         return load if self._transfers is None else self._transfers.with_rates(load)
 

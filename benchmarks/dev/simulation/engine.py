@@ -21,7 +21,7 @@ from cache.allocators.hash import HashAllocator
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import GatewayId
 from server.router.placement import Placement
-from worker.contracts.rates import PrefillRate
+from worker.adapter.prefill_line import PrefillLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,6 @@ class EngineModel:
     """Blocks of a peer, over an idle link; 0.0: it fetches none."""
     tier_tokens_per_s: tuple[float, ...] = ()
     """Blocks of the tier below the pool, if there is one."""
-
-    def unmeasured_rate(self) -> PrefillRate:
-        """Return what a worker measures while it warms up."""
-        num_tokens = 4096
-        step_tokens = self.request_s * self.prefill_tokens_per_s
-        return PrefillRate(num_tokens, self.prefill_s(num_tokens, 0), step_tokens)
 
     def prefill_s(self, num_tokens: int, num_decoding: int) -> float:
         alone_s = self.request_s + num_tokens / self.prefill_tokens_per_s
@@ -106,8 +100,8 @@ class SimulatedWorker:
     assigned_s: float = 0.0
     load: WorkerLoad = field(default_factory=WorkerLoad)
     load_s: float = 0.0
-    rate: PrefillRate = field(init=False)
-    """As it measures itself: slower next to decodes."""
+    line: PrefillLine = field(default_factory=PrefillLine)
+    """As its adapter measures it: slower next to decodes."""
     is_dead: bool = False
     """Nothing that was planned happens any more."""
     blocked_since_s: float | None = None
@@ -115,13 +109,10 @@ class SimulatedWorker:
     blocked_s: float = 0.0
     """How long it has waited for room before."""
 
-    def __post_init__(self) -> None:
-        self.rate = self.model.unmeasured_rate()
-
     def submit(self, job: Job, now_s: float) -> None:
         self.report(now_s)
         job.room_wait_s = -self.total_blocked_s(now_s)
-        job.estimate_s = self.rate.seconds(job.request.num_prompt_tokens - self.num_reusable_tokens(job))
+        job.estimate_s = self.line.seconds(job.request.num_prompt_tokens - self.num_reusable_tokens(job))
         self.assigned_s += job.estimate_s
         self.queue.append(job)
 
@@ -190,7 +181,7 @@ class SimulatedWorker:
         assert job is not None
         assert job.allocation is not None
         self.serving = None
-        self.rate.add(job.request.num_prompt_tokens - job.num_cached_tokens, job.prefill_s, now_s)
+        self.line.add(job.request.num_prompt_tokens - job.num_cached_tokens, job.prefill_s, now_s)
         self.num_decoding += 1
         job.allocation.commit(job.request.block_ids, len(job.request.hashes))
         return job
@@ -223,7 +214,8 @@ class SimulatedWorker:
         self.load = WorkerLoad(
             queued_prefill_s=queued,
             assigned_prefill_s=self.assigned_s,
-            prefill_tokens_per_s=self.rate.tokens_per_s,
+            prefill_tokens_per_s=self.line.tokens_per_s,
+            prefill_fixed_s=self.line.fixed_s if self.line.is_split else 0.0,
             num_running=self.num_decoding + len(self.unfinished(at_s)),
             num_waiting=len(self.queue),
             num_free_blocks=self.cache.num_free_blocks,

@@ -39,6 +39,7 @@ def view(
         "pending_tokens": 0,
         "matched_tokens": 0,
         "prefill_tokens_per_s": 1000.0,
+        "prefill_fixed_s": 0.01,
         "prefill_s": 1.0,
         "queue_s": 0.0,
         "num_displaced": 0.0,

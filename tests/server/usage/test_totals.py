@@ -84,12 +84,13 @@ def test_times_of_a_prompt_that_is_moved() -> None:
     """Waits and times at workers add up. The rate is that of the first worker."""
     now_s = 0.0
     times = PromptTimes(lambda: now_s)
-    steps = (times.wait, lambda: times.start(100.0), times.wait, lambda: times.start(5.0), times.wait, times.stop)
+    first, second = (lambda: times.start(100.0, 0.1)), (lambda: times.start(5.0, 0.2))
+    steps = (times.wait, first, times.wait, second, times.wait, times.stop)
     for step, after_s in zip(steps, (1.0, 2.0, 4.0, 8.0, 0.0, 16.0), strict=True):
         step()
         now_s += after_s
     times.stop()
-    assert (times.queue_s, times.held_s, times.tokens_per_s) == (5.0, 10.0, 100.0)
+    assert (times.queue_s, times.held_s, times.tokens_per_s, times.fixed_s) == (5.0, 10.0, 100.0, 0.1)
 
 
 @given(
@@ -107,7 +108,7 @@ def test_only_time_in_queues_counts_as_waiting(
     for step, after_s in (
         (times.wait, gateway_s),
         (times.wait, passed_s),
-        (lambda: times.start(1.0, queue_s), held_s),
+        (lambda: times.start(1.0, 0.0, queue_s), held_s),
         (times.stop, 0.0),
     ):
         step()

@@ -13,9 +13,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from tests.worker.adapter.rig import Call, Rig, ScriptedApi, check_order, finishes, make_request
 from worker.adapter import requests as requests_module
 from worker.adapter.api import EngineLostError, EngineRefusedError
+from worker.adapter.prefill_line import PrefillLine
 from worker.adapter.requests import ActiveRequest
 from worker.contracts.engine import RequestKey
-from worker.contracts.rates import PrefillRate
 from worker.wire import End, Failed, Started, Tokens
 
 TURNS = 12
@@ -37,7 +37,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.trouble: list[object] = []
         self.api = ScriptedApi()
         self.rig = Rig(self.api)
-        self.rig.engine._account.rate = PrefillRate(1000, 1.0)
+        self.rig.engine._account.line = PrefillLine(0.001)
         self.loop.run_until_complete(self.rig.engine.catch_up())
         self.requests: dict[RequestKey, int] = {}
 

@@ -18,8 +18,8 @@ from tests.worker.adapter.rig import (
     token_ids,
 )
 from worker.adapter.api import EngineLostError, EngineRefusedError
+from worker.adapter.prefill_line import PrefillLine
 from worker.contracts.engine import RequestKey, StepLog
-from worker.contracts.rates import PrefillRate
 from worker.wire import (
     End,
     EngineText,
@@ -242,7 +242,7 @@ async def test_started_comes_in_the_order_of_the_prefills(api: ScriptedApi, rig:
 
 async def test_unstreamed_requests_leave_the_line_one_by_one(api: ScriptedApi, rig: Rig) -> None:
     """Their first tokens are not seen: each has probably ended after those before it."""
-    rig.engine._account.rate = PrefillRate(1000, 1.0)
+    rig.engine._account.line = PrefillLine(0.001)
     unseen, last = rig.submit(make_request(streams=False)), rig.submit(make_request(range(300, 350), streams=False))
     streamed = rig.submit(make_request(range(500, 600)))
     await until(lambda: rig.frames[streamed])

@@ -72,6 +72,8 @@ def test_queued_seconds_shrink_with_every_chunk() -> None:
     engine.step()
     assert queued() == {}
     assert reported(reporter).assigned_prefill_s == pytest.approx(1.7)
+    fixed = Reporter(engine.scheduler, PrefillRate(1000, 1.05, step_tokens=50.0), WorkerMetrics())
+    assert reported(fixed).prefill_fixed_s == pytest.approx(0.05)
     reporter.begin_epoch(MEMBER)
     assert reported(reporter).assigned_prefill_s == 0.0
 
@@ -113,6 +115,7 @@ def test_decode_steps_do_not_measure_prefill() -> None:
     assert plan is not None
     reporter.measure(plan, 0.5, 1.0)
     assert reporter.rate.tokens_per_s == pytest.approx(20.0)
+    assert reported(reporter).prefill_fixed_s == 0.0
     plan = engine.step()
     assert plan is not None
     reporter.measure(plan, 0.5, 1.0)
