@@ -109,6 +109,8 @@ class RequestContext:
     """The name of the rule that removed an agent's line from the prompt; empty: none did."""
     repairs: tuple[str, ...] = ()
     """Changes to the messages, for what their template would refuse or lose."""
+    ignored: tuple[str, ...] = ()
+    """Fields with wishes that the model cannot fulfil."""
     trace: Trace | None = None
     """None: not traced, or not sampled."""
     unsampled: Mapping[str, str] = field(default_factory=dict)

@@ -209,8 +209,8 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
         message = f"your messages hold {num_chars} characters, and at most {max_bytes} bytes in memory"
         raise ContextLengthError(message, model.max_model_len, param=param)
     rendered = await template.render_in_slices(conversation, model.tokenizer.executor)
-    if rendered.repairs and (context := CURRENT.get(None)) is not None:
-        context.repairs = rendered.repairs
+    if (context := CURRENT.get(None)) is not None:
+        context.repairs, context.ignored = rendered.repairs, rendered.ignored
     return rendered
 
 

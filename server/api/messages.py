@@ -39,15 +39,14 @@ from server.schema.messages import (
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
-    ThinkingConfig,
 )
 from server.schema.thoughts import thought_text
 from server.schema.tools import Ignored, ToolMode, ToolName, ToolUse
+from server.schema.wishes import Wishes
 from server.text.output_parser import OutputParser, OutputRules, call_id
 from server.text.shapes import NOT_JSON
 
 _NAMES: Final = FieldNames(
-    effort="output_config.effort",
     response_format="output_config.format",
     continue_final_message="messages",
     tool_schema="input_schema",
@@ -81,7 +80,7 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         for at, block in enumerate(message.content if isinstance(message.content, list) else ()):
             if block.is_server_run:
                 dropped.append(Ignored(block.type, f"messages[{index}].content[{at}].type"))
-    choice, config = request.tool_choice, request.output_config
+    choice = request.tool_choice
     tool_set = request.tool_set()
     use = ToolUse("auto" if tool_set.tools else "none")
     if choice is not None and (request.tools or choice.type in ("any", "tool")):
@@ -91,9 +90,8 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         messages=messages,
         tools=tools,
         is_continued=request.messages[-1].role == "assistant",
-        reasoning_effort=config.effort if config else None,
-        enable_thinking=_enable_thinking(request.thinking),
         template_kwargs=request.chat_template_kwargs or {},
+        wishes=_wishes(request),
         names=_NAMES if request.output_format is None else _OLDER_NAMES,
     )
     return ChatIntent(
@@ -176,9 +174,14 @@ def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
     return None if formatted is None else schema.ResponseFormat(type="json_schema", schema=formatted.schema)
 
 
-def _enable_thinking(thinking: ThinkingConfig | None) -> bool | None:
-    """Return the switch. With `adaptive` and `between_tools` the template decides."""
-    return None if thinking is None or thinking.type not in ("enabled", "disabled") else thinking.type == "enabled"
+def _wishes(request: CountTokensRequest) -> Wishes:
+    thinking, wishes = request.thinking, Wishes()
+    wishes.add_switches(request.chat_template_kwargs or {})
+    if thinking is not None:
+        wishes.add({"type": thinking.type, "budget_tokens": thinking.budget_tokens}, "thinking")
+    if request.output_config is not None and request.output_config.effort is not None:
+        wishes.add(request.output_config.effort, "output_config.effort")
+    return wishes
 
 
 def _event(kind: str, **fields: Any) -> bytes:

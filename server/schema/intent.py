@@ -13,6 +13,7 @@ from typing import Any, Final
 from server.schema.decoding import invalid
 from server.schema.fields import FunctionDefinition, LeftOut, Message, ModelFields, ResponseFormat, check_constraints
 from server.schema.tools import Ignored, ToolMode, ToolSet
+from server.schema.wishes import Wishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,6 @@ class FieldNames:
     response_format: str = "response_format"
     continue_final_message: str = "continue_final_message"
     tool_schema: str = "function.parameters"
-    effort: str = "reasoning_effort"
 
 
 CHAT_NAMES: Final = FieldNames()
@@ -41,9 +41,8 @@ class Conversation:
     """The answer continues the last message, which is the assistant's."""
     add_generation_prompt: bool = True
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    reasoning_effort: str | None = None
-    enable_thinking: bool | None = None
-    """Turns reasoning on or off. None: the effort decides, else the template."""
+    wishes: Wishes = field(default_factory=Wishes)
+    """Those about thoughts, of the switches and the fields."""
     names: FieldNames = CHAT_NAMES
     num_removed: int = 0
     """Messages of the client that were removed from the beginning."""

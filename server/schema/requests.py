@@ -34,6 +34,7 @@ from server.schema.fields import (
 )
 from server.schema.intent import ChatIntent, Conversation
 from server.schema.tools import ToolName, ToolSet, make_tool_set, read_choice, read_tools
+from server.schema.wishes import WORDS, Wishes
 
 MAX_MESSAGES: Final = 65_536  # bounds a body's objects; long sessions of agents have some thousand
 OUTPUT_LOGPROBS: Final = "message.output_text.logprobs"
@@ -55,6 +56,18 @@ class ChatRequest(SamplingFields, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Words for thoughts, see `server.schema.wishes`.
+    thinking: Any = None
+    enable_thinking: Any = None
+    think: Any = None
+    reasoning: Any = None
+    thinking_budget: Any = None
+    thinking_token_budget: Any = None
+    thinking_budget_tokens: Any = None
+    reasoning_budget: Any = None
+    reasoning_budget_tokens: Any = None
+    google: Any = None
+    extra_body: Any = None
 
     prediction: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -63,6 +76,14 @@ class ChatRequest(SamplingFields, kw_only=True):
     def num_top_logprobs(self) -> int | None:
         """None: no log probabilities are asked for."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def wishes(self) -> Wishes:
+        """Raises InvalidRequestError."""
+        wishes = Wishes()
+        wishes.add_switches(self.chat_template_kwargs or {})
+        wishes.add_words({name: getattr(self, name) for name in WORDS})
+        return wishes
 
     def check(self) -> None:
         SamplingFields.check(self)
@@ -89,7 +110,7 @@ class ChatRequest(SamplingFields, kw_only=True):
             is_continued=bool(self.continue_final_message),
             add_generation_prompt=self.add_generation_prompt is not False,
             template_kwargs=self.chat_template_kwargs or {},
-            reasoning_effort=self.reasoning_effort,
+            wishes=self.wishes,
         )
         return ChatIntent(
             conversation=conversation,

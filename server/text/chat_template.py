@@ -21,7 +21,7 @@ from server.schema.intent import Conversation
 from server.text.control_tokens import Marker, RenderedPrompt
 from server.text.shape_probes import PROBE_WORDS, Finding, ShapeProbe, find_shapes
 from server.text.shapes import Shapes, Turn, filled, repaired, without_marks
-from server.text.switches import Grants, as_it_is, find_grants, question, wish_of
+from server.text.switches import Grants, find_grants, question
 from server.text.template_input import LINE_END, template_messages, template_tools, texts_of, with_tools
 from server.text.template_sandbox import RenderClock, StepTooLongError, TemplateEnvironment, TemplateError
 
@@ -84,7 +84,7 @@ class ChatTemplate:
         self.shapes: Shapes = self._found(find_shapes(self._prepared))
         """The conversations that it refuses or loses."""
         self.grants: Grants = self._found(
-            find_grants(self.switches - forced.keys(), lists_tools=self.shapes.lists_tools)
+            find_grants(self.switches - forced.keys(), self._constants, lists_tools=self.shapes.lists_tools)
         )
         """The values that it takes for wishes about thoughts."""
         self._joint = self._found_joint()
@@ -117,7 +117,7 @@ class ChatTemplate:
         messages = yield from template_messages(conversation, knows_developer=self._knows_developer, joint=self._joint)
         tools = template_tools(conversation.tools, sorts_schemas=self.sorts_schemas)
         tool_repairs = self._fill(tools or [])
-        kwargs, wish_repairs = self._switches(conversation)
+        kwargs, wish_repairs, ignored = self._switches(conversation)
         switches = kwargs
         mark = ""
         if self._marker is not None:
@@ -135,7 +135,7 @@ class ChatTemplate:
             refusal = (
                 f"The model's chat template does not take these messages: {', '.join(repairs)} (--strict-template)."
             )
-            param = names.messages if len(repairs) > len(wish_repairs) else names.effort
+            param = names.messages if len(repairs) > len(wish_repairs) else _field_of(conversation)
             raise InvalidRequestError(refusal, param=param)
         variables = self._tokens | kwargs | clock.variables()
         variables |= {"messages": turns, "tools": tools or ([] if self.shapes.lists_tools else None), "documents": None}
@@ -153,7 +153,7 @@ class ChatTemplate:
                 refusal = "this model's template cannot continue a message."
                 raise InvalidRequestError(refusal, param=names.continue_final_message)
         prompt = RenderedPrompt(text) if self._marker is None else (yield from self._marker.unmark(text, mark))
-        return replace(prompt, repairs=repairs)
+        return replace(prompt, repairs=repairs, ignored=ignored)
 
     def _prepared(self, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None) -> Sequence[Turn]:
         return messages if self.takes_tools else with_tools(messages, tools or [])
@@ -194,15 +194,21 @@ class ChatTemplate:
         except InvalidRequestError:
             return None
 
-    def _switches(self, chat: Conversation) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the values of the switches, and the names of those that are not the client's."""
-        if reserved := self._reserved.intersection(chat.template_kwargs):
+    def _switches(self, chat: Conversation) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
+        """Return the values of the switches, the names of those repaired, and the fields that change nothing."""
+        given, wishes = chat.template_kwargs, chat.wishes
+        if reserved := self._reserved.intersection(given):
             message = f"chat_template_kwargs takes no {min(reserved)}: it takes the switches of the template."
             raise InvalidRequestError(message, param="chat_template_kwargs")
-        wish, others = wish_of(chat.template_kwargs, chat.reasoning_effort, chat.enable_thinking)
-        granted = self.grants.get(wish) or as_it_is(wish)
-        given = {**self._defaults, **granted.switches, **others, **self._forced}
-        return {name: value for name, value in given.items() if name in self.switches}, granted.repairs
+        granted = self.grants.of(wishes.wish)
+        ignored = [wishes.fields[part] for part in granted.ignored]
+        unread = given.keys() - self.switches - wishes.switches
+        ignored += [*wishes.unread, *[f"chat_template_kwargs.{name}" for name in given if name in unread]]
+        if "thinks" not in granted.ignored:
+            given = {name: value for name, value in given.items() if name not in wishes.switches}
+        values = {**self._defaults, **granted.switches, **given, **self._forced}
+        values = {name: value for name, value in values.items() if name in self.switches}
+        return values, granted.repairs, tuple(dict.fromkeys(ignored))
 
     def _refused_switches(self, chat: Conversation, switches: Mapping[str, Any]) -> str | None:
         """Return the field of switches that the template refuses in any conversation; None: it refuses this one."""
@@ -211,7 +217,7 @@ class ChatTemplate:
             return None
         if self._probed(question({}, lists_tools=lists_tools)) is None:
             return None
-        return "chat_template_kwargs" if chat.template_kwargs else chat.names.effort
+        return _field_of(chat)
 
     def _run(self, variables: dict[str, Any], clock: RenderClock, mark: str, param: str) -> Steps[str]:
         """Return the text with its marks, which do not count towards its length. Errors name `param`.
@@ -237,3 +243,8 @@ class ChatTemplate:
             raise InvalidRequestError(message, param=param) from error
         variables.clear()
         return "".join(parts)
+
+
+def _field_of(chat: Conversation) -> str:
+    """Return the field of a wish, for an error."""
+    return next(iter(chat.wishes.fields.values()), "chat_template_kwargs")

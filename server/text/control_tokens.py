@@ -47,6 +47,8 @@ class RenderedPrompt:
     """Sorted."""
     repairs: tuple[str, ...] = ()
     """Names of the changes to the messages, for what the template would refuse or lose."""
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that change nothing."""
 
 
 class Marker:

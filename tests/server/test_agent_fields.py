@@ -153,10 +153,6 @@ async def test_code_completion_may_send_32_stops(worker: ScriptedWorker, path: s
 
 
 REFUSED: Final[dict[str, tuple[str, dict[str, Any], str]]] = {
-    "a switch of thoughts": (CHAT, {"enable_thinking": False}, "enable_thinking is not offered: use chat_template_"),
-    "a budget of no thoughts": (CHAT, {"reasoning_budget": 0}, "reasoning_budget is not offered: use reasoning_effort"),
-    "DeepSeek's thinking": (CHAT, {"thinking": {"type": "disabled"}}, "thinking is not offered: use chat_template_"),
-    "OpenRouter's reasoning": (CHAT, {"reasoning": {"effort": "low"}}, "reasoning is not offered: use reasoning_ef"),
     "Anthropic's choice in a chat": (
         CHAT,
         {"tools": [TOOL], "tool_choice": {"type": "any"}},

@@ -16,14 +16,20 @@ from server.api.formatting import decoded, encode_json
 from server.errors import MESSAGES_PATH, RESPONSES_PATH, InternalError, InvalidRequestError
 from server.event_loop import run_sliced
 from server.models.served_model import ServedModel
+from server.schema.wishes import BUDGET_NAMES, EFFORT_NAMES, EFFORTS, TOGGLES, WORDS, Wish, Wishes
 from server.text.shape_probes import TOOL_NAME, Finding, ShapeProbe, find_shapes
 from server.text.shapes import CLOSE, OPEN, Shapes, Turn, as_text, filled, repaired, without_marks
-from server.text.switches import EFFORT, EFFORTS, THINKING_SWITCHES, Grants, Wish, find_grants, wish_of
+from server.text.switches import Grants, find_grants
 from worker.wire import EngineCall, Rendered
 
 _T = TypeVar("_T")
 
 TEXTS: Final = {CHAT_PATH: "messages", MESSAGES_PATH: "messages", RESPONSES_PATH: "input"}
+EFFORT: Final = EFFORT_NAMES[0]
+_ENGINES_BUDGET: Final = "thinking_token_budget"
+"""Some engines hold the budget in this field themselves."""
+_TRANSLATED: Final = frozenset({*WORDS} - {EFFORT, _ENGINES_BUDGET})
+"""Words that engines read otherwise, or not at all."""
 EFFORT_FIELDS: Final = {MESSAGES_PATH: "output_config.effort", RESPONSES_PATH: "reasoning.effort"}
 """Fields that hold the effort, where it is not a field of its own."""
 LEADS: Final = {MESSAGES_PATH: "system", RESPONSES_PATH: "instructions"}
@@ -90,35 +96,45 @@ class EngineShapes:
 
     async def granted(
         self, path: str, fields: dict[str, Any], model: ServedModel, digests: frozenset[Digests], render: Render
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the fields with wishes about thoughts as the engine's template takes them, and those changed.
+    ) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
+        """Return the fields with wishes about thoughts as the engine's template takes them.
 
-        Raises ApiError.
+        Returns the names of those changed, and the fields that change nothing. Raises ApiError.
         """
         holder, _, name = EFFORT_FIELDS.get(path, EFFORT).rpartition(".")
         kwargs, holding = decoded(fields.get("chat_template_kwargs")) or {}, fields
         if holder:
             holding = decoded(fields.get(holder)) or {}
         if not isinstance(kwargs, dict) or not isinstance(holding, dict):  # the engine refuses it in its own words
-            return fields, ()
-        effort, forced = decoded(holding.get(name)), model.forced_kwargs
-        given = {each: value for each, value in kwargs.items() if model.template_kwargs.get(each) != value}
-        wish, _ = wish_of(given, effort if effort in EFFORTS else None, None)
-        _, grants = await self._found(model, digests, render) if wish != Wish() else (None, {})
-        if (granted := grants.get(wish)) is None:
-            return fields, ()
+            return fields, (), ()
+        wishes, forced = Wishes(), model.forced_kwargs
+        wishes.add_switches({each: value for each, value in kwargs.items() if model.template_kwargs.get(each) != value})
+        if (effort := decoded(holding.get(name))) in EFFORTS:
+            wishes.add(effort, EFFORT_FIELDS.get(path, EFFORT))
+        if path == CHAT_PATH:
+            wishes.add_words({word: decoded(fields.get(word)) for word in WORDS if word != EFFORT})
+            fields = {field: value for field, value in fields.items() if field not in _TRANSLATED}
+        if wishes.wish == Wish():
+            return fields, (), tuple(wishes.unread)
+        _, grants = await self._found(model, digests, render)
+        granted = grants.of(wishes.wish)
         if granted.repairs and self._is_strict:
             message = f"The model's chat template does not take {', '.join(granted.repairs)} (--strict-template)."
-            raise InvalidRequestError(message, param=EFFORT_FIELDS.get(path, EFFORT))
-        refused = {EFFORT} if kwargs.get(EFFORT) in EFFORTS else set()
-        refused |= {*THINKING_SWITCHES} if "thinking" in granted.repairs else set()
+            raise InvalidRequestError(message, param=next(iter(wishes.fields.values())))
+        refused = wishes.switches if "thinking" in granted.repairs else wishes.switches.intersection(EFFORT_NAMES)
         switches = {each: value for each, value in kwargs.items() if each not in refused} | granted.switches
         effort = switches.pop(EFFORT, None) if EFFORT in granted.switches else None
-        fields = {**fields, "chat_template_kwargs": {**switches, **forced}}
-        if effort is None and holding.get(name) is None:
-            return fields, granted.repairs
-        holding = {**holding, name: None if EFFORT in forced else effort}
-        return fields | ({holder: holding} if holder else {name: holding[name]}), granted.repairs
+        if not any(EFFORT in each.switches for each in grants.by_wish.values()):  # the engine may read it elsewhere
+            effort = wishes.wish.effort
+        if switches or forced or kwargs:
+            fields = {**fields, "chat_template_kwargs": {**switches, **forced}}
+        if effort is not None or holding.get(name) is not None:
+            holding = {**holding, name: None if EFFORT in forced else effort}
+            fields = fields | ({holder: holding} if holder else {name: holding[name]})
+        ignored = {part: wishes.fields[part] for part in granted.ignored}
+        if ignored.get("budget") == _ENGINES_BUDGET:
+            del ignored["budget"]
+        return fields, granted.repairs, (*ignored.values(), *wishes.unread)
 
     async def _found(self, model: ServedModel, digests: frozenset[Digests], render: Render) -> tuple[Shapes, Grants]:
         """Return what the engine's template takes."""
@@ -128,8 +144,8 @@ class EngineShapes:
         if key not in self._known:
             ask = partial(_probed, model=model, render=render)
             shapes = await ask(find_shapes(lambda turns, _: turns))
-            names = {EFFORT, *THINKING_SWITCHES} - model.forced_kwargs.keys()
-            self._known[key] = shapes, await ask(find_grants(names, lists_tools=False))
+            names = {*EFFORT_NAMES, *BUDGET_NAMES, *[name for name, _, _ in TOGGLES]} - model.forced_kwargs.keys()
+            self._known[key] = shapes, await ask(find_grants(names, None, lists_tools=False))
         return self._known[key]
 
 

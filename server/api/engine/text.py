@@ -61,6 +61,7 @@ from server.schema.decoding import TextLimit, invalid, located, read_json, unsup
 from server.schema.field_table import IGNORED, REFUSED_FIELDS, SENT_FIELDS, SENT_XARGS
 from server.schema.fields import RequestFields, StreamOptions
 from server.schema.requests import CompletionRequest
+from server.schema.wishes import WORDS
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
@@ -225,8 +226,9 @@ class EngineTexts(EngineText):
             sent, ignored = self._without_vendors(path, sent, model)
             render = partial(self._render, model=model)
             sent, repairs = await self._shapes.repaired(path, sent, model, digests, render)
-            sent, wish_repairs = await self._shapes.granted(path, sent, model, digests, render)
-        CURRENT.get().repairs = (*repairs, *wish_repairs)
+            sent, wish_repairs, unheeded = await self._shapes.granted(path, sent, model, digests, render)
+        context = CURRENT.get()
+        context.repairs, context.ignored = (*repairs, *wish_repairs), unheeded
         return sent, ignored
 
     async def _prompt(self, call: EngineCall, sent: dict[str, Any], asked: _EngineBody) -> Rendered:
@@ -341,7 +343,7 @@ def _refusal(error: WorkerRefused) -> ApiError:
 
 
 def _is_sent(path: str, name: str) -> bool:
-    return name in SENT_FIELDS[path] or name in _HINTS
+    return name in SENT_FIELDS[path] or name in _HINTS or (path == CHAT_PATH and name in WORDS)
 
 
 def _is_left_out(path: str, name: str, value: Raw) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from server.api.formatting import decoded
+from server.request_context import CURRENT
 from server.schema.decoding import unsupported
 from server.schema.intent import ChatIntent
 
@@ -87,5 +88,8 @@ def _requires_call(choice: Any) -> bool:
 
 
 def ignored_header(names: str) -> dict[str, str]:
-    """Return the header with these names; empty for none."""
-    return {HEADER: names} if names else {}
+    """Return the header with these names and the fields that change nothing in the prompt; empty for none."""
+    context = CURRENT.get(None)
+    fields = [_UNSAFE.sub("?", field[:64]) for field in (context.ignored if context is not None else ())[:MAX_NAMED]]
+    value = ", ".join(filter(None, [names, *fields]))
+    return {HEADER: value} if value else {}

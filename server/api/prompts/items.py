@@ -30,9 +30,9 @@ from server.schema.tools import (
     read_choice,
     read_tools,
 )
+from server.schema.wishes import Wishes
 
 _NAMES: Final = FieldNames(
-    effort="reasoning.effort",
     messages="input",
     max_tokens="max_output_tokens",
     response_format="text.format",
@@ -62,11 +62,15 @@ def responses_intent(request: ResponsesRequest) -> ChatIntent:
     tool_set = make_tool_set([*read_tools(request.tools or (), nested=False), *_tools_of_items(request.input)])
     mode, tools, named = tool_set.chosen(read_choice(request.tool_choice, tool_set, nested=False))
     messages, dropped = messages_of_items(request, tool_set)
+    wishes = Wishes()
+    wishes.add_switches(request.chat_template_kwargs or {})
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        wishes.add(request.reasoning.effort, "reasoning.effort")
     conversation = Conversation(
         messages=messages,
         tools=tools,
-        reasoning_effort=request.reasoning.effort if request.reasoning else None,
         template_kwargs=request.chat_template_kwargs or {},
+        wishes=wishes,
         names=_NAMES,
     )
     return ChatIntent(

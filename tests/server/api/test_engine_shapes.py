@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from server.api.engine.shapes import EFFORT_FIELDS, EngineShapes, _body, _turns
+from server.api.engine.shapes import EFFORT, EFFORT_FIELDS, EngineShapes, _body, _turns
 from server.errors import InvalidRequestError
 from server.text.shapes import Shapes, repaired
-from server.text.switches import EFFORT
 from server.text.template_sandbox import TemplateEnvironment
 from tests.json_texts import texts
 from tests.server.text.conversations import BODIES, CHAT_PATH, MESSAGES_PATH, Call, Step, strange
@@ -145,7 +144,7 @@ async def test_tools_get_the_fields_that_an_engines_template_needs(path: str, ne
         tools = [{"type": "function", **each} if path != MESSAGES_PATH else each for each in own]
         tools.append({"type": "web_search"})
     fields = fields_of(BODIES[path]([Step("user", "x")], has_tools=True) | {"tools": tools})
-    template = SimpleNamespace(shapes=Shapes(fills_tools=needs))
+    template = SimpleNamespace(shapes=Shapes(fills_tools=needs), grants=None)
     model: Any = SimpleNamespace(fingerprint="f", template=template)
     prompts: Any = SimpleNamespace(shares_template=_shares)
     found, repairs = await EngineShapes(prompts, is_strict=False).repaired(path, fields, model, frozenset(), _no_render)
@@ -196,7 +195,9 @@ async def test_an_engine_gets_the_nearest_effort(path: str) -> None:
     async def sent(*, forced: dict[str, Any] | None = None, **fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
         model = _model(tokenizer=tokenizer, template_kwargs={"own": 1}, forced_kwargs=forced or {})
         shapes = EngineShapes(SimpleNamespace(shares_template=_shares), is_strict=False)  # type: ignore[arg-type]
-        return await shapes.granted(path, fields_of(fields), model, frozenset(), render)
+        found, repairs, ignored = await shapes.granted(path, fields_of(fields), model, frozenset(), render)
+        assert ignored == ((EFFORT_FIELDS.get(path, EFFORT),) if forced else ())
+        return found, repairs
 
     def effort(value: str | None) -> dict[str, Any]:
         holder, _, name = EFFORT_FIELDS.get(path, EFFORT).rpartition(".")

@@ -8,8 +8,8 @@ from typing import Any, Final
 import pytest
 
 from server.errors import InvalidRequestError
+from server.schema.wishes import EFFORTS, TOGGLES
 from server.text.chat_template import ChatTemplate
-from server.text.switches import EFFORTS, THINKING_SWITCHES
 from tests.server.text.scales import SCALES
 from tests.server.text.test_chat_template import USER, request, template
 
@@ -41,7 +41,7 @@ def test_no_wish_about_thoughts_is_refused(scale: str) -> None:
     """Every pair of a field and a switch is rendered."""
     found = template(SCALES[scale])
     values: list[dict[str, Any]] = [{}, *[{"reasoning_effort": effort} for effort in EFFORTS]]
-    values += [{name: value} for name in THINKING_SWITCHES for value in (True, False)]
+    values += [{name: value} for name, *both in TOGGLES for value in both]
     for field, switch in itertools.product(values[: len(EFFORTS) + 1], values):
         asked = request(USER, **field, chat_template_kwargs=switch)
         found.render(asked)
