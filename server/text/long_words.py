@@ -11,6 +11,9 @@ neighbours are the encoding of their own text. So two encodings may be joined af
     encoding of one window     | ab | ab | a
     of the next                     | ab | aab | ...      joined:  | ab | ab | aab | ...
 
+A thread that encodes the whole word would be less code. It takes up to 270 bytes a character, and cannot stop at the
+limit of the context: 15 MB took 12 s and 2.6 GB (benchmarks/RESULTS.md, limits).
+
 Source: https://github.com/github/rust-gems/tree/main/crates/bpe, which proves it for byte pair encoding.
 """
 
