@@ -10,13 +10,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
-import msgspec
 import pytest
 
 from server.cli import doctor
@@ -131,69 +126,3 @@ def test_other_options_of_a_worker(
     if name == "kv disk":
         good = [*good, "--kv-disk-size", "1M"]
     assert worker_check(name, *good, capsys=capsys).status == "ok"
-
-
-REVISION = "0123456789abcdef0123456789abcdef01234567"
-
-
-class _Hub(BaseHTTPRequestHandler):
-    """Has one model, of one file, in each revision."""
-
-    def do_GET(self) -> None:
-        if "/tree/" in self.path:
-            entry = {"type": "file", "path": "config.json", "size": 2, "oid": "one"}
-            body, kind = json.dumps([entry]).encode(), "application/json"
-        elif self.path.startswith("/api/"):
-            answer = {"id": "nobody/model", "sha": REVISION, "siblings": [{"rfilename": "config.json"}]}
-            body, kind = json.dumps(answer).encode(), "application/json"
-        else:
-            body, kind = b"{}", "text/plain"
-        self.send_response(200)
-        for key, value in (("content-type", kind), ("content-length", len(body)), ("etag", '"one"')):
-            self.send_header(key, str(value))
-        self.send_header("x-repo-commit", REVISION)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def test_a_model_that_is_fetched_first(tmp_path: Path) -> None:
-    """Also in the revision that was asked for."""
-    variables = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    code = (
-        "import msgspec; from worker.doctor import check_model; "
-        "checks = [check_model(name)[0] for name in ('nobody/model@v1.2', 'nobody/other')]; "
-        "print(msgspec.json.encode(checks).decode())"
-    )
-
-    def seen() -> list[Check]:
-        command = [sys.executable, "-P", "-c", code]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=HANG_S, check=True)
-        return msgspec.json.decode(done.stdout, type=list[Check])
-
-    before = seen()
-    assert [check.status for check in before] == ["warn", "warn"]
-    with hub() as url:
-        for check in before:
-            command = check.fix.removeprefix("fetch it first: ").split()
-            done = subprocess.run([BIN / command[0], *command[1:]], env=variables | {"HF_ENDPOINT": url}, check=False)
-            assert done.returncode == 0
-    assert [(check.status, check.fix) for check in seen()] == [("ok", ""), ("ok", "")]

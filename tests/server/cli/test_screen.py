@@ -53,7 +53,3 @@ def test_a_full_disk_costs_lines_and_nothing_else(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("sys.stderr", Full())
     Screen(1).say("a line")
-
-
-def test_no_start_is_silent_for_ten_seconds() -> None:
-    assert screen.MAX_SILENT_S + screen.TICK_S < 10.0

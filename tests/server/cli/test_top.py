@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from server import cli
 from server.cli import doctor
 from server.cli.common import CommandError, ops_url
 from server.cli.index import parser as index_parser
-from server.cli.top import View, clock, events, index_state, parser, picture
+from server.cli.top import View, events, parser, picture
 from tests.server.cli.commands import status_of
 from tests.server.conftest import ANSWER
 from tests.server.scripted_worker import ScriptedWorker, listening
@@ -59,10 +58,6 @@ def decision(request: str, worker: str) -> dict[str, Any]:
     }
 
 
-def change(what: str, worker: str = "", *, why: str = "", count: int = 1) -> dict[str, Any]:
-    return {"at": 0.0, "last": 0.0, "worker": worker, "model": "m", "what": what, "why": why, "count": count}
-
-
 def prefix(tokens: int, level: int, *workers: str, num_workers: int | None = None) -> dict[str, Any]:
     return {"num_tokens": tokens, "level": level, "num_hits": 7, "workers": list(workers)} | {
         "num_workers": num_workers or len(workers)
@@ -90,46 +85,6 @@ def drawn(seen: View, columns: int = 160, height: int | None = None, **options: 
     return captured.get()
 
 
-def test_a_view_that_connects_again_shows_a_decision_once() -> None:
-    seen = View()
-    for last in "bc":
-        seen.update("hello", {"decisions": [decision("a", "w0"), decision(last, "w0")]})
-    assert [each["request"] for each in seen.decisions] == ["a", "c"]
-
-
-def test_a_retry_replaces_its_decision() -> None:
-    """The first worker does not show what the second one found."""
-    seen = View()
-    seen.update("decisions", {"decisions": [decision("a", "lost"), decision("b", "w1")]})
-    seen.update("decisions", {"decisions": [decision("a", "w1")], "found": {"a": 64}})
-    assert [(each["request"], each["worker"]) for each in seen.decisions] == [("b", "w1"), ("a", "w1")]
-
-
-def test_the_workers_needed_are_on_the_screen() -> None:
-    seen = view(worker("w0"))
-    assert "needed" not in drawn(seen)
-    seen.latest["snapshot"]["workers_needed"] = {"m": 3}
-    assert "needed for the objective: m 3" in drawn(seen)
-
-
-def test_everything_is_on_the_screen() -> None:
-    seen = view(worker("w0"), worker("w1", "dead"))
-    seen.update("changes", {"changes": [change("died", "w1"), change("refused", why="queue_full", count=12)]})
-    seen.update("decisions", {"decisions": [decision("b", "w1")], "found": {"a": 64}})
-    text = drawn(seen)
-    for part in ("43% of 111", "0.750 s", "200.0 decisions/s", "index healthy", "1 of 2 workers", "60/100", "4.2 s"):
-        assert part in text
-    latest, earlier = [line for line in text.splitlines() if " cached  " in line]
-    assert "w1" in latest
-    assert "32 of 74 cached" in latest
-    assert "64 of 74 cached" in earlier
-    assert "next other 0.539" in earlier
-    assert text.index("12 requests refused  queue_full") < text.index("w1 died")
-    assert "48 tokens" in text
-    assert "w0 w1 and 7 more" in text
-    assert "\n  + 96 tokens" in text
-
-
 @pytest.mark.parametrize(("columns", "height"), [(80, 24), (40, 10), (200, 60)])
 def test_a_dead_worker_is_shown_on_every_terminal(columns: int, height: int) -> None:
     """Decisions are shown where there is room."""
@@ -149,31 +104,6 @@ def test_a_name_cannot_command_the_terminal() -> None:
     assert "\033" not in text
     assert "\a" not in text
     assert "\033[36m" in drawn(seen, color_system="standard")
-
-
-@pytest.mark.parametrize(
-    ("index", "says"),
-    [
-        ({**INDEX, "shards": []}, "not used"),
-        ({**INDEX, "shards": [{**SHARD, "connected": False}]}, "unreachable"),
-        ({**INDEX, "shards": [{**SHARD, "breaker_open": True}]}, "breaker open"),
-        ({**INDEX, "shards": [SHARD, {**SHARD, "connected": False}]}, "degraded"),
-        ({**INDEX, "blind": True, "reason": "few hits", "shards": [SHARD]}, "blind: few hits"),
-        ({**INDEX, "precision": None, "recall": None, "shards": [SHARD]}, "not judged yet"),
-        (
-            {**INDEX, "precision": None, "shards": [SHARD]},
-            "healthy: hits predicted for the last 200 requests",
-        ),
-    ],
-)
-def test_the_state_of_the_index_in_words(index: dict[str, Any], says: str) -> None:
-    assert index_state(index)[0].startswith(says)
-
-
-def test_a_time_of_another_day_has_its_day() -> None:
-    now = time.time()
-    assert re.fullmatch(r"\d\d:\d\d:\d\d", clock(now))
-    assert re.fullmatch(r"\d\d \w+ \d\d:\d\d:\d\d", clock(now - 24 * 3600))
 
 
 def test_ops_url() -> None:
