@@ -27,6 +27,7 @@ DEV_BENCHES: Final = {
     "limits": "single requests within every limit, each at the worst of its fields",
     "prompts": "what a prompt of 8,000 to 128,000 tokens costs the gateway",
     "route": "routing policies on recorded workloads in simulated time",
+    "sampling": "what a sampled token costs, over a greedy one",
     "speculation": "tokens per second with drafts and without, in pairs",
     "tiers": "the first token of a prompt whose blocks are elsewhere, and the cost of keeping blocks",
 }

@@ -85,7 +85,7 @@ class Engine:
         """Tokens that the pool had, of all requests so far."""
         return self._scheduler.allocator.stats().hit_tokens
 
-    def submit(self, prompt_ids: Sequence[int], max_tokens: int, temperature: float = 0.0) -> Request:
+    def submit(self, prompt_ids: Sequence[int], max_tokens: int, temperature: float = 0.0, **params: Any) -> Request:
         self._num_requests += 1
         wire = GenerateRequest(
             request_id=str(self._num_requests),
@@ -94,7 +94,7 @@ class Engine:
             root=_ROOT,
             prompt_ids=list(prompt_ids),
             choices=(ChoiceState(0, self._num_requests),),
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True, **params),
         )
         request = Request(RequestKey(self._num_requests), wire, 0.0, 30.0, {})
         self._scheduler.submit(request)

@@ -15,8 +15,9 @@ from worker.common.command_line import module_command
 Mode = Literal["cuda", "interpreter"]
 READY: Final = "ready"
 TESTS: Final = {
-    "attention": ("every attention kernel: shapes, head sizes, windows, dtypes", 110.0),
+    "attention": ("every attention kernel: shapes, head sizes, windows, dtypes", 95.0),
     "triton_ops": ("our Triton kernels", 20.0),
+    "sampling": ("rules and draws of tokens against the reference", 15.0),
     "recordings": ("CUDA graphs against launches kernel by kernel", 60.0),
     "families": ("every model family against transformers", 75.0),
     "launches_ahead": ("steps launched before the one before is read", 30.0),

@@ -3,6 +3,7 @@
 //   vectors.h    vectors of floats, bfloat16
 //   decodes.h    attention of decodes in bfloat16
 //   products.h   products in float32, with weights of 32, 8 or 4 bits
+//   sampling.h   a token from a row of logits
 //   tiles.h      attention in tiles, in float32, and of chunks in bfloat16
 //
 // Between the matrix products of a decode step in bfloat16 there are RMS norm, rotary embedding, argmax, and attention.
@@ -16,6 +17,7 @@
 
 #include "decodes.h"
 #include "products.h"
+#include "sampling.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -85,6 +87,22 @@ void argmax(const Bf16 *states, int64_t *out, int64_t num_rows, int64_t size, in
       while (ordered(x[found]) != top) ++found;
     }
     out[row] = found;
+  });
+}
+
+// Samples a token from each row.
+void sample(const SamplingRow *rows, Sampled *out, int64_t num_rows, int64_t size, int num_threads) {
+  for_each_row(num_rows, num_threads, 1, [=](int64_t row) {
+    out[row] = rows[row].allowed ? sample_row<true>(rows[row], size) : sample_row<false>(rows[row], size);
+  });
+}
+
+// Rates a token of each of these rows of logits (..., size), and finds the num_best best of each: see rate_row.
+void rate(const float *logits, const int64_t *rows, const int64_t *token_ids, int64_t num_rows, int64_t size,
+          int64_t num_best, float *logprobs, int64_t *ranks, float *values, int64_t *ids, int num_threads) {
+  for_each_row(num_rows, num_threads, 1, [=](int64_t row) {
+    rate_row(logits + rows[row] * size, size, token_ids[row], num_best, logprobs + row, ranks + row, values + row * num_best,
+             ids + row * num_best);
   });
 }
 

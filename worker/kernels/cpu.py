@@ -48,6 +48,24 @@ NO_COMPILER: Final = "there is no g++"
 _BUILD_ERRORS: Final = (OSError, subprocess.SubprocessError)
 
 
+UNIFORM_BITS: Final = 53
+"""Shares and random numbers are integers in units of 2^-53: each double in [0, 1) is exact."""
+_EDITS: Final = np.dtype([("ids", "u8"), ("values", "u8"), ("count", "i8")])
+LIMITS: Final = np.dtype(
+    [("min_p_margin", "f8"), ("top_k", "i8"), ("top_p", "u8"), ("typical_p", "u8"), ("penalty", "f4"), ("scale", "f4")]
+)
+"""`Limits` of sampling.h."""
+SAMPLING_ROW: Final = np.dtype(
+    [
+        *(("logits", "u8"), ("allowed", "u8"), ("num_allowed", "i8"), ("repeated", _EDITS, (2,))),
+        *((name, _EDITS) for name in ("lowered", "biased", "forbidden", "stops")),
+        *(("uniform", "u8"), ("limits", LIMITS)),
+    ]
+)
+"""`SamplingRow` of sampling.h."""
+_SAMPLED: Final = np.dtype([("token_id", "i8"), ("best_raw", "f4"), ("best", "f4")])
+
+
 class _Norm(ctypes.Structure):
     """`Norm` of cpu.cpp."""
 
@@ -110,6 +128,8 @@ class Kernels:
             "rms_norm": (pointer, pointer, pointer, size, count),
             "rotate": (pointer, pointer, size, size, size, size, count),
             "argmax": (pointer, pointer, size, size, count),
+            "sample": (pointer, pointer, size, size, count),
+            "rate": (pointer, pointer, pointer, size, size, size, *(pointer,) * 4, count),
             "multiply": (pointer, pointer, pointer, size, count, count),
             "attend": (pointer, pointer, *((pointer, size) * 3), pointer, pointer, pointer, count),
         }
@@ -138,6 +158,27 @@ class Kernels:
         found = torch.empty(num_rows, dtype=torch.int64)
         num_threads = min(num_rows, torch.get_num_threads())
         self.unlocked.argmax(states.data_ptr(), found.data_ptr(), num_rows, size, num_threads)
+        return found
+
+    def sample(self, rows: NDArray[np.void], vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample a token from each of the `SAMPLING_ROW`s; return (rows,) tokens, best raw logits, best ones."""
+        out = np.empty(len(rows), _SAMPLED)
+        num_threads = min(len(rows), torch.get_num_threads())
+        self.unlocked.sample(rows.ctypes.data, out.ctypes.data, len(rows), vocab_size, num_threads)
+        return torch.from_numpy(out["token_id"]), torch.from_numpy(out["best_raw"]), torch.from_numpy(out["best"])
+
+    def rate(self, logits: Tensor, rows: Tensor, token_ids: Tensor, num_best: int) -> tuple[Tensor, ...]:
+        """Return log probabilities and ranks (rows,) of a token of each row, and log probabilities and ids of the best.
+
+        logits (..., vocab_size) float32, contiguous; rows and token_ids (rows,) int64; the best (rows, num_best). NaN
+        where a logit is not finite.
+        """
+        num_rows = len(rows)
+        logprobs, ranks = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+        values, ids = torch.empty(num_rows, num_best), torch.empty((num_rows, num_best), dtype=torch.int64)
+        given, found = (logits, rows, token_ids), (logprobs, ranks, values, ids)
+        sizes, num_threads = (num_rows, logits.shape[1], num_best), min(num_rows, torch.get_num_threads())
+        self.unlocked.rate(*(t.data_ptr() for t in given), *sizes, *(t.data_ptr() for t in found), num_threads)
         return found
 
 
@@ -253,6 +294,11 @@ def kernels_for(dtype: torch.dtype, device: torch.device, *, deterministic: bool
 def matmul_kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """Return the kernels if their matrix products serve this dtype on this device."""
     return _load() if (dtype, device.type) == (torch.float32, "cpu") else None
+
+
+def sampling_kernels_for(device: torch.device) -> Kernels | None:
+    """Return the kernels if they sample from logits on this device."""
+    return _load() if device.type == "cpu" else None
 
 
 def problem() -> str | None:

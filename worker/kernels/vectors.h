@@ -61,11 +61,13 @@ template <int L> struct Vectors {
   typedef float Floats __attribute__((vector_size(4 * L)));
   typedef int32_t Ints __attribute__((vector_size(4 * L)));
   typedef uint32_t Words __attribute__((vector_size(4 * L)));
+  typedef uint64_t Doublewords __attribute__((vector_size(8 * L)));
   typedef Bf16 Halves __attribute__((vector_size(2 * L)));
 };
 template <int L> using Floats = typename Vectors<L>::Floats;
 template <int L> using Ints = typename Vectors<L>::Ints;
 template <int L> using Words = typename Vectors<L>::Words;
+template <int L> using Doublewords = typename Vectors<L>::Doublewords;
 
 template <class Vector> Vector load(const void *address) {
   Vector vector;

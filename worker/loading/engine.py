@@ -42,6 +42,7 @@ from worker.model.load import LoadedModel, load_model
 from worker.model.tokenizer_bundle import build_bundle
 from worker.publishing.inbox import PublisherInbox
 from worker.runner.model_runner import ModelRunner
+from worker.sampling.sampler import DRAWS
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION
@@ -173,7 +174,7 @@ def _make_member(parts: _LoadedParts, url: str, worker_id: str, transfers: KVTra
         url=url,
         model=bundle.model,
         namespace=parts.bundle.namespace.fingerprint,
-        numerics=parts.runner.numerics,
+        numerics=f"{parts.runner.numerics}/{DRAWS}",
         block_size=config.block_size,
         max_model_len=bundle.max_model_len,
         protocol=PROTOCOL_VERSION,

@@ -72,7 +72,7 @@ class ModelRunner:
         return self._stream.overlaps
 
     def prepare(self, params: SamplingParams, prompt_ids: Sequence[int]) -> object:
-        return TokenRules(params, prompt_ids, self._eos_token_ids, self._vocab_size, torch.device("cpu"))
+        return TokenRules(params, prompt_ids, self._eos_token_ids, self._vocab_size)
 
     def launch(self, step: Step) -> Launch[StepResult]:
         """Queue the step. Collecting may raise NoTokenLeft and NonFinite."""

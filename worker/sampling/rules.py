@@ -1,214 +1,211 @@
 """The rules of a request about single tokens: which are forbidden, penalised or biased.
 
-The lists of a request become tensors once, which all its choices and steps share. Long lists do so before the request
-is queued, others at its first sampling. Applying them costs at most one pass over the vocabulary.
+A request's lists are laid out once, before it is queued if they are long. A choice's grow by a token a step. What a row
+of logits needs is `Edits`: only the tokens that change, and a mask of bits.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from copy import copy
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from worker.contracts.step import SamplingRow
-from worker.kernels.device import to_device
+from worker.kernels.cpu import LIMITS, UNIFORM_BITS
 from worker.wire import SamplingParams
 
 Ids = NDArray[np.int64]
-_FORBIDDEN: Final = float("-inf")
+Words = NDArray[np.uint32]
+FORBIDDEN: Final = float("-inf")
+_MIN_TEMPERATURE: Final = 1e-5
+"""A lower temperature is greedy in effect, and dividing by it would overflow."""
 _PART: Final = 16_384
 """Listed ids that are read in one call, which holds the interpreter's lock."""
+_NO_IDS: Final = array("i")
 
 
-def has_rules(row: SamplingRow) -> bool:
-    """Return whether `TokenRules.apply` would change the row's logits."""
-    params = row.params
-    return bool(
-        row.allowed is not None
-        or params.allowed_token_ids is not None
-        or params.bad_words
-        or row.num_output < params.min_tokens
-        or params.repetition_penalty != 1.0
-        or params.frequency_penalty
-        or params.presence_penalty
-        or params.logit_bias
-    )
+class Edits(NamedTuple):
+    """Changes of a row of logits, in this order. A token is at most once in each list."""
+
+    allowed: Words | None
+    """A bit for each token; all others, and those beyond it, are forbidden."""
+    repeated: tuple[array[int], array[int]]
+    """Tokens of the prompt, and others of the output. Source of the penalty: CTRL, arXiv 1909.05858, section 4.1."""
+    lowered: tuple[array[int], array[float]]
+    """Tokens of the output, and their frequency and presence penalties, as OpenAI defines them."""
+    biased: tuple[array[int], array[float]]
+    forbidden: array[int]
+    stops: array[int]
+    """Forbidden, unless that leaves no other token."""
 
 
 class TokenRules:
-    """The rules of one request as tensors. Those that it does not use are None."""
+    """The rules and limits of one request."""
 
     def __init__(
-        self,
-        params: SamplingParams,
-        prompt_ids: Sequence[int],
-        eos_token_ids: Sequence[int],
-        vocab_size: int,
-        device: torch.device,
+        self, params: SamplingParams, prompt_ids: Sequence[int], eos_token_ids: Sequence[int], vocab_size: int
     ) -> None:
-        self._vocab_size = vocab_size
-        self._device = device
+        self.vocab_size = vocab_size
+        self.params = params
+        self.limits = _limits(params)
+        """A record of `worker.kernels.cpu.LIMITS`."""
         self._last_ids: dict[tuple[int, ...], list[int]] = defaultdict(list)
         """By the head of a bad word of several tokens: the tokens that may not follow it."""
         for word in params.bad_words:
             if len(word) > 1:
                 self._last_ids[word[:-1]].append(word[-1])
         self._head_lengths = {len(head) for head in self._last_ids}
-        self._bias = _bias(params, vocab_size, device)
-        self._stop_ids: Tensor | None = None
-        """Tokens that are forbidden before min_tokens."""
+        self._allowed = None
+        if params.allowed_token_ids is not None:
+            self._allowed = _bits(_distinct(params.allowed_token_ids, vocab_size), vocab_size)
+        self._biased = _biases(params, vocab_size)
+        self._stops = _NO_IDS
         if params.min_tokens > 0:
-            self._stop_ids = _ids_to_device(_distinct((*eos_token_ids, *params.stop_token_ids), vocab_size), device)
-        self._prompt_ids: Tensor | None = None
-        """Distinct tokens for the repetition penalty."""
-        if params.repetition_penalty != 1.0:
-            self._prompt_ids = _ids_to_device(_distinct(prompt_ids, vocab_size), device)
+            self._stops = _as_array(_distinct((*eos_token_ids, *params.stop_token_ids), vocab_size))
+        self._repeats = params.repetition_penalty != 1.0
+        self.prompt_ids = _as_array(_distinct(prompt_ids, vocab_size)) if self._repeats else _NO_IDS
+        """Ascending."""
+        self._counts = self._repeats or bool(params.frequency_penalty or params.presence_penalty)
+        self._changes = bool(self._counts or self._allowed is not None or self._biased[0] or self._last_ids)
 
     @classmethod
-    def for_row(cls, row: SamplingRow, eos_token_ids: Sequence[int], logits: Tensor) -> TokenRules:
+    def for_row(cls, row: SamplingRow, eos_token_ids: Sequence[int], vocab_size: int) -> TokenRules:
         """Return the rules of the row's request. Makes them at the first row, if not before."""
         rules = row.request_cache.value
-        if not isinstance(rules, TokenRules) or rules._vocab_size != len(logits):
-            rules = cls(row.params, row.prompt_ids, eos_token_ids, len(logits), logits.device)
-            row.request_cache.value = rules
-        elif rules._device != logits.device:
-            rules = row.request_cache.value = rules._on(logits.device)
+        if not isinstance(rules, TokenRules) or rules.vocab_size != vocab_size:
+            rules = row.request_cache.value = cls(row.params, row.prompt_ids, eos_token_ids, vocab_size)
         return rules
 
-    def _on(self, device: torch.device) -> TokenRules:
-        """Return the same rules on another device."""
-        moved = copy(self)
-        moved._device = device
-        moved._bias = None if self._bias is None else to_device(self._bias, torch.float32, device)
-        moved._stop_ids = None if self._stop_ids is None else to_device(self._stop_ids, torch.int64, device)
-        moved._prompt_ids = None if self._prompt_ids is None else to_device(self._prompt_ids, torch.int64, device)
-        return moved
-
-    def apply(self, logits: Tensor, row: SamplingRow) -> None:
-        """Change the logits (vocab_size,) of one row in place. A forbidden token gets -inf.
-
-        min_tokens does not apply if it leaves no other token.
-        """
+    def edits(self, row: SamplingRow) -> Edits | None:
+        """Return what changes in a row of the request. It is valid until the next call for the same choice."""
+        needs_more = row.num_output < self.params.min_tokens
+        if not self._changes and row.allowed is None and not needs_more:
+            return None
+        allowed = self._allowed
         if row.allowed is not None:
-            allowed = to_device(_unpack_bits(row.allowed, len(logits)), torch.bool, logits.device)
-            logits.masked_fill_(~allowed, _FORBIDDEN)
-        heads = (row.last_output_ids(length) for length in self._head_lengths)
-        if completions := [token_id for head in heads for token_id in self._last_ids.get(head, ())]:
-            logits[_ids_to_device(_distinct(completions, len(logits)), logits.device)] = _FORBIDDEN
-        self._penalise(logits, row)
-        if self._bias is not None:
-            logits += self._bias
-        if self._stop_ids is not None and row.num_output < row.params.min_tokens:
-            kept = logits[self._stop_ids]
-            logits[self._stop_ids] = _FORBIDDEN
-            logits[self._stop_ids] = torch.where(logits.isfinite().any(), _FORBIDDEN, kept)
+            words: Words = np.ascontiguousarray(np.asarray(row.allowed).reshape(-1)).view(np.uint32)
+            allowed = words if allowed is None else words[: len(allowed)] & allowed[: len(words)]
+        repeated, lowered = (_NO_IDS, _NO_IDS), (_NO_IDS, _NO_VALUES)
+        if self._counts:
+            output = OutputTokens.for_row(row, self)
+            new_ids, ids, penalties = output.with_drafts(row.draft_ids, self) if row.draft_ids else output.lists()
+            repeated = self.prompt_ids, new_ids
+            lowered = ids, penalties
+        forbidden = _NO_IDS
+        if self._last_ids:
+            heads = (row.last_output_ids(length) for length in self._head_lengths)
+            last_ids = [token_id for head in heads for token_id in self._last_ids.get(head, ())]
+            forbidden = _as_array(_distinct(last_ids, self.vocab_size))
+        return Edits(allowed, repeated, lowered, self._biased, forbidden, self._stops if needs_more else _NO_IDS)
 
-    def _penalise(self, logits: Tensor, row: SamplingRow) -> None:
-        """Apply penalties: repetition to prompt and output, frequency and presence to the output, as OpenAI does.
+    def penalty_of(self, count: int) -> float:
+        """Return what a token that is `count` times in the output loses."""
+        return self.params.frequency_penalty * count + self.params.presence_penalty
 
-        Source: CTRL, arXiv 1909.05858, section 4.1, for the repetition penalty.
-        """
-        params = row.params
-        if params.repetition_penalty == 1.0 and not params.frequency_penalty and not params.presence_penalty:
-            return
-        seen, counts = OutputCounts.for_row(row, len(logits)).tensors(row.draft_ids, logits.device)
-        if self._prompt_ids is not None:
-            # A token in both is penalised once: both assignments write the same value.
-            prompt_logits = _repetition(logits[self._prompt_ids], params.repetition_penalty)
-            output_logits = _repetition(logits[seen], params.repetition_penalty)
-            logits[self._prompt_ids] = prompt_logits
-            logits[seen] = output_logits
-        if params.frequency_penalty or params.presence_penalty:
-            logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
+    def is_penalised_new(self, token_id: int) -> bool:
+        """Return whether a token that is new in the output gets the repetition penalty for it."""
+        at = bisect_left(self.prompt_ids, token_id)
+        return self._repeats and (at == len(self.prompt_ids) or self.prompt_ids[at] != token_id)
 
 
-def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:
-    """Return (vocab_size,) float32: logit_bias, and -inf for tokens that are never allowed. None: neither is set."""
-    single = [word[0] for word in params.bad_words if len(word) == 1]
-    if params.allowed_token_ids is None and not single and not params.logit_bias:
-        return None
-    bias = np.zeros(vocab_size)
-    if params.allowed_token_ids is not None:
-        bias[:] = _FORBIDDEN
-        bias[_distinct(params.allowed_token_ids, vocab_size)] = 0.0
-    bias[_distinct(single, vocab_size)] = _FORBIDDEN
-    pairs: Iterable[float] = chain.from_iterable(params.logit_bias)
-    ids, values = np.fromiter(pairs, dtype=np.float64, count=2 * len(params.logit_bias)).reshape(-1, 2).T
-    inside = (ids >= 0) & (ids < vocab_size)
-    np.add.at(bias, ids[inside].astype(np.int64), values[inside])
-    return to_device(torch.from_numpy(bias), torch.float32, device)
+class OutputTokens:
+    """The distinct tokens of one choice's output, with their penalties, updated with each new token."""
 
-
-class OutputCounts:
-    """The distinct tokens of one choice's output, and their counts, updated with each new token."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self) -> None:
         self._positions: dict[int, int] = {}
-        self._ids, self._counts = array("q"), array("f")
+        self._ids, self._counts = array("i"), array("i")
+        self._penalties = array("f")
+        self._new_ids = array("i")
+        """Those with the repetition penalty that are not in the prompt."""
         self._num_counted = 0
 
     @classmethod
-    def for_row(cls, row: SamplingRow, vocab_size: int) -> OutputCounts:
-        """Return the counts of the row's choice, with all of its output and no draft."""
-        counts = row.choice_cache.value
-        if not isinstance(counts, OutputCounts):
-            counts = row.choice_cache.value = cls(vocab_size)
-        counts.update(row.output_ids)
-        return counts
+    def for_row(cls, row: SamplingRow, rules: TokenRules) -> OutputTokens:
+        """Return the tokens of the row's choice, with all of its output and no draft."""
+        found = row.choice_cache.value
+        if not isinstance(found, OutputTokens):
+            found = row.choice_cache.value = cls()
+        for token_id in row.output_ids[found._num_counted :]:
+            if 0 <= token_id < rules.vocab_size:
+                found._count(token_id, rules)
+        found._num_counted = len(row.output_ids)
+        return found
 
-    def update(self, output_ids: Sequence[int]) -> None:
-        """Count the tokens that the output has gained since the last call."""
-        for token_id in output_ids[self._num_counted :]:
-            if 0 <= token_id < self._vocab_size:
-                self._count_one(token_id)
-        self._num_counted = len(output_ids)
+    def lists(self) -> tuple[array[int], array[int], array[float]]:
+        """Return the new tokens, and all with their penalties."""
+        return self._new_ids, self._ids, self._penalties
 
-    def tensors(self, draft_ids: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the tokens of output and draft, int64, and their counts, float32."""
-        ids, counts = np.array(self._ids), np.array(self._counts)
-        new: Counter[int] = Counter()
-        for token_id in draft_ids:
+    def with_drafts(self, draft_ids: Sequence[int], rules: TokenRules) -> tuple[array[int], array[int], array[float]]:
+        """Return copies of the lists, as if the draft followed the output."""
+        new_ids, ids, penalties = self._new_ids[:], self._ids[:], self._penalties[:]
+        for token_id, count in Counter(draft_ids).items():
             if (position := self._positions.get(token_id)) is not None:
-                counts[position] += 1
-            elif 0 <= token_id < self._vocab_size:
-                new[token_id] += 1
-        if new:
-            ids = np.concatenate([ids, np.fromiter(new, np.int64)])
-            counts = np.concatenate([counts, np.fromiter(new.values(), np.float32)])
-        return _ids_to_device(ids, device), to_device(torch.from_numpy(counts), torch.float32, device)
+                penalties[position] = rules.penalty_of(self._counts[position] + count)
+            elif 0 <= token_id < rules.vocab_size:
+                ids.append(token_id)
+                penalties.append(rules.penalty_of(count))
+                if rules.is_penalised_new(token_id):
+                    new_ids.append(token_id)
+        return new_ids, ids, penalties
 
-    def _count_one(self, token_id: int) -> None:
-        position = self._positions.setdefault(token_id, len(self._positions))
+    def _count(self, token_id: int, rules: TokenRules) -> None:
+        position = self._positions.setdefault(token_id, len(self._ids))
         if position == len(self._ids):
             self._ids.append(token_id)
             self._counts.append(0)
+            self._penalties.append(0.0)
+            if rules.is_penalised_new(token_id):
+                self._new_ids.append(token_id)
         self._counts[position] += 1
+        self._penalties[position] = rules.penalty_of(self._counts[position])
 
 
-def _repetition(logits: Tensor, penalty: float) -> Tensor:
-    return torch.where(logits > 0, logits / penalty, logits * penalty)
+_NO_VALUES: Final = array("f")
 
 
-def _unpack_bits(words: object, vocab_size: int) -> Tensor:
-    """int32 words, lowest bit first -> (vocab_size,) bool. Tokens beyond the mask are False."""
-    array = np.ascontiguousarray(np.asarray(words).reshape(-1)).view(np.uint8)
-    bits = np.unpackbits(array, bitorder="little")[:vocab_size].view(np.bool_)
-    allowed = np.zeros(vocab_size, dtype=np.bool_)
-    allowed[: len(bits)] = bits
-    return torch.from_numpy(allowed)
+def _limits(params: SamplingParams) -> bytes:
+    temperature = max(params.temperature, _MIN_TEMPERATURE)
+    share = 1 << UNIFORM_BITS
+    record = (
+        -math.log(params.min_p) * temperature if params.min_p > 0 else math.inf,
+        params.top_k,
+        int(params.top_p * share),
+        int(params.typical_p * share),
+        params.repetition_penalty,
+        0.0 if params.greedy else math.log2(math.e) / temperature,
+    )
+    return np.array(record, dtype=LIMITS).tobytes()
 
 
-def _ids_to_device(ids: Ids, device: torch.device) -> Tensor:
-    return to_device(torch.from_numpy(ids), torch.int64, device)
+def _biases(params: SamplingParams, vocab_size: int) -> tuple[array[int], array[float]]:
+    """Return the tokens of logit_bias and of bad words of one token, and what is added to their logits."""
+    pairs: Iterable[float] = chain.from_iterable(params.logit_bias)
+    listed, values = np.fromiter(pairs, dtype=np.float64, count=2 * len(params.logit_bias)).reshape(-1, 2).T
+    single = [word[0] for word in params.bad_words if len(word) == 1]
+    listed = np.concatenate([listed, np.array(single, dtype=np.float64)])
+    values = np.concatenate([values, np.full(len(single), FORBIDDEN)])
+    inside = (listed >= 0) & (listed < vocab_size)
+    ids, places = np.unique(listed[inside].astype(np.int64), return_inverse=True)
+    biases = np.zeros(len(ids))
+    np.add.at(biases, places, values[inside])
+    return _as_array(ids), array("f", biases.astype(np.float32).tobytes())
+
+
+def _bits(ids: Ids, vocab_size: int) -> Words:
+    allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    allowed[ids] = True
+    return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+
+def _as_array(ids: Ids) -> array[int]:
+    return array("i", ids.astype(np.int32).tobytes())
 
 
 def _distinct(token_ids: Sequence[int], vocab_size: int) -> Ids:

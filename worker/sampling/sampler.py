@@ -2,39 +2,39 @@
 
     raw logits -> logprobs (reported)
                -> rules: constraints, penalties, bias -> best token                       greedy
-                                                      -> / temperature -> truncation -> inverse transform sampling
+                                                      -> / temperature -> limits -> inverse transform sampling
 
-Probabilities are summed in the order of token ids, not of their size. So rounding that swaps two nearly equal tokens
-moves no boundary by more than their difference. A row's result does not depend on the other rows.
-
-All work is queued on the device of the logits, and no call here waits for a result. Errors show when the tokens are
-read.
+A row's result does not depend on the other rows. On a CPU it is the same with every instruction set, without a compiler
+and for any number of threads. All work is queued on the device of the logits, and no call here waits for a result.
+Errors show when the tokens are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import isfinite
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.contracts.step import NonFinite, NoTokenLeft, SampledToken, SamplingRow
-from worker.kernels.cpu import kernels_for
+from worker.kernels.cpu import LIMITS, SAMPLING_ROW, UNIFORM_BITS, kernels_for, sampling_kernels_for
 from worker.kernels.device import to_device, to_host
-from worker.sampling.rules import TokenRules, has_rules
-from worker.sampling.truncation import truncate
+from worker.sampling.reference import draw
+from worker.sampling.rules import FORBIDDEN, Edits, TokenRules
 from worker.wire import TokenLogprobs
 
 _MASK: Final = (1 << 64) - 1  # seeds are 64-bit numbers, also negative ones
 _PERSON: Final = b"headstart-draw"
-_MANTISSA_BITS: Final = 53  # of a double: each value in [0, 1) is exact
+DRAWS: Final = "draws-2"
+"""The version of the tokens that seeds draw. It is a part of a worker's numerics class."""
 _BROKEN: Final = "the model's logits are not finite"
-_MIN_TEMPERATURE: Final = 1e-5
-"""A lower temperature is greedy in effect, and dividing by it would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,50 +103,159 @@ class SamplerOutput:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> SamplerOutput:
-    """Sample from row i of (len(rows), vocab_size) logits by rows[i]. Computes in float32, on a copy."""
-    token_ids, best_logit = _best(logits)
-    best_logits = [best_logit]
-    adjusted = logits
-    if any(map(has_rules, rows)):
-        adjusted = apply_rules(logits, rows, eos_token_ids)
-        token_ids, best_logit = _best(adjusted)
-        best_logits.append(best_logit)
-    if random := [index for index, row in enumerate(rows) if not row.params.greedy]:
-        token_ids[to_device(random, torch.int64, logits.device)] = _sample_random(adjusted, rows, random)
+    """Sample from row i of (len(rows), vocab_size) logits by rows[i]. Computes in float32.
+
+    The logits of a CPU are changed during the call.
+    """
+    vocab_size = logits.shape[1]
+    rules, edits = edits_of(rows, eos_token_ids, vocab_size)
+    is_ruled = any(edit is not None for edit in edits)
+    random = [index for index, row in enumerate(rows) if not row.params.greedy]
+    kernels = sampling_kernels_for(logits.device)
+    best_logits: tuple[Tensor, ...]
+    if not random and not is_ruled:
+        token_ids, best_logit = _best(logits)
+        best_logits = (best_logit,)
+    elif kernels is not None:
+        floats = logits.float().contiguous()
+        table = _table(floats, rows, rules, edits)
+        token_ids, *found = kernels.sample(table, vocab_size)
+        best_logits = tuple(found)
+    else:
+        token_ids, best_logit = _best(logits)
+        best_logits = (best_logit,)
+        adjusted = logits
+        if is_ruled:
+            adjusted = apply_edits(logits, rules, edits)
+            token_ids, best_logit = _best(adjusted)
+            best_logits = (*best_logits, best_logit)
+        if random:
+            index = to_device(random, torch.int64, logits.device)
+            draws = [uniform(rows[row].seed, rows[row].position) for row in random]
+            token_ids[index] = _draw(adjusted[index].float(), [rules[row] for row in random], draws)
     logprobs, with_logprobs = None, [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     if with_logprobs:
-        index = to_device(with_logprobs, torch.int64, logits.device)
         num_top = [rows[row].params.logprobs or 0 for row in with_logprobs]
-        logprobs = token_logprobs(logits[index], token_ids[index], num_top)
+        index = to_device(with_logprobs, torch.int64, logits.device)
+        logprobs = token_logprobs(logits, token_ids[index], num_top, index)
     return SamplerOutput(token_ids, to_host(token_ids), tuple(map(to_host, best_logits)), logprobs, with_logprobs)
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> LogprobRows:
-    """For row i of (rows, vocab_size) logits, compute the logprob of token_ids[i] and the num_top[i] best."""
+def edits_of(
+    rows: Sequence[SamplingRow], eos_token_ids: Sequence[int], vocab_size: int
+) -> tuple[list[TokenRules], list[Edits | None]]:
+    """Return the rules of each row's request, and what they change in the row."""
+    rules = [TokenRules.for_row(row, eos_token_ids, vocab_size) for row in rows]
+    return rules, [rule.edits(row) for rule, row in zip(rules, rows, strict=True)]
+
+
+def _table(
+    floats: Tensor, rows: Sequence[SamplingRow], rules: Sequence[TokenRules], edits: Sequence[Edits | None]
+) -> NDArray[np.void]:
+    """Return a `SAMPLING_ROW` for each row. Valid as long as the arguments, and until the next edits of a choice."""
+    table = np.zeros(len(rows), SAMPLING_ROW)
+    table["logits"] = floats.data_ptr() + floats.stride(0) * floats.element_size() * np.arange(len(rows))
+    table["limits"] = np.frombuffer(b"".join([rule.limits for rule in rules]), LIMITS)
+    table["uniform"] = [0 if row.params.greedy else uniform(row.seed, row.position) for row in rows]
+    for record, edit in zip(table, edits, strict=True):
+        if edit is None:
+            continue
+        if edit.allowed is not None:
+            record["allowed"], record["num_allowed"] = edit.allowed.ctypes.data, 32 * len(edit.allowed)
+        record["repeated"][0], record["repeated"][1] = map(_address, edit.repeated)
+        record["lowered"], record["biased"] = _address(*edit.lowered), _address(*edit.biased)
+        record["forbidden"], record["stops"] = _address(edit.forbidden), _address(edit.stops)
+    return table
+
+
+def _address(ids: array[int], values: array[float] | None = None) -> tuple[int, int, int]:
+    address, count = ids.buffer_info()
+    return address, 0 if values is None else values.buffer_info()[0], count
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, num_top: Sequence[int], index: Tensor | None = None
+) -> LogprobRows:
+    """For row i of (rows, vocab_size) logits, compute the logprob of token_ids[i] and the num_top[i] best.
+
+    `index`: take the rows with these numbers instead.
+    """
+    num_best = min(max(num_top, default=0), logits.shape[1])
+    if kernels := sampling_kernels_for(logits.device):
+        rows = torch.arange(len(logits)) if index is None else index
+        chosen, ranks, values, ids = kernels.rate(logits.float().contiguous(), rows, token_ids, num_best)
+        return LogprobRows(chosen, values, ids, ranks, num_top)
+    logits = logits if index is None else logits[index]
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
-    best = logprobs.topk(min(max(num_top, default=0), logits.shape[1]), dim=-1)
+    best = logprobs.topk(num_best, dim=-1)
     ranks = (logprobs > chosen[:, None]).sum(dim=-1) + 1
     return LogprobRows(to_host(chosen), to_host(best.values), to_host(best.indices), to_host(ranks), num_top)
 
 
-def apply_rules(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> Tensor:
-    """Return a copy of the logits in float32 with the rules of each row applied."""
+def apply_edits(logits: Tensor, rules: Sequence[TokenRules], edits: Sequence[Edits | None]) -> Tensor:
+    """Return a copy of the logits in float32 with the edits of each row. The number of calls is fixed."""
     adjusted = logits.to(torch.float32, copy=True)
-    for row_logits, row in zip(adjusted, rows, strict=True):
-        if has_rules(row):
-            TokenRules.for_row(row, eos_token_ids, row_logits).apply(row_logits, row)
+    device, flat = adjusted.device, adjusted.view(-1)
+
+    def places(ids: Iterable[array[int] | None]) -> Tensor:
+        parts = [np.array(each, np.int64) + row * logits.shape[1] for row, each in enumerate(ids) if each]
+        return to_device(torch.from_numpy(np.concatenate([*parts, _NOWHERE])), torch.int64, device)
+
+    def values_of(values: Iterable[array[float] | None]) -> Tensor:
+        parts = [np.array(each) for each in values if each]
+        return to_device(torch.from_numpy(np.concatenate([*parts, _NOTHING])), torch.float32, device)
+
+    masked = [row for row, edit in enumerate(edits) if edit is not None and edit.allowed is not None]
+    if masked:
+        index = to_device(masked, torch.int64, device)
+        adjusted[index] = adjusted[index].masked_fill(~_allowed(masked, edits, logits), FORBIDDEN)
+    for part in range(2):
+        ids = [None if edit is None else edit.repeated[part] for edit in edits]
+        penalties = [rule.params.repetition_penalty for rule in rules]
+        factor = values_of(array("f", [one]) * len(each or ()) for one, each in zip(penalties, ids, strict=True))
+        found = flat[at := places(ids)]
+        flat[at] = torch.where(found > 0, found / factor, found * factor)
+    at = places(None if edit is None else edit.lowered[0] for edit in edits)
+    flat[at] -= values_of(None if edit is None else edit.lowered[1] for edit in edits)
+    at = places(None if edit is None else edit.biased[0] for edit in edits)
+    flat[at] += values_of(None if edit is None else edit.biased[1] for edit in edits)
+    flat[places(None if edit is None else edit.forbidden for edit in edits)] = FORBIDDEN
+    at = places(None if edit is None else edit.stops for edit in edits)
+    kept = flat[at]
+    flat[at] = FORBIDDEN
+    flat[at] = torch.where(adjusted.isfinite().any(dim=1)[at // logits.shape[1]], FORBIDDEN, kept)
     return adjusted
 
 
-def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1) for the token at `position` of a sequence. Seeds count modulo 2**64.
+_NOWHERE: Final = np.empty(0, np.int64)
+_NOTHING: Final = np.empty(0, np.float32)
+
+
+def _allowed(masked: Sequence[int], edits: Sequence[Edits | None], logits: Tensor) -> Tensor:
+    """Unpack the masks of these rows on the device: (rows, vocab_size) bool. Tokens beyond a mask are False."""
+    num_words = -(-logits.shape[1] // 32)
+    words = np.zeros((len(masked), num_words), np.uint32)
+    for place, row in enumerate(masked):
+        edit = edits[row]
+        assert edit is not None
+        assert edit.allowed is not None
+        words[place, : len(edit.allowed)] = edit.allowed[:num_words]
+    packed = to_device(torch.from_numpy(words.view(np.int32)), torch.int32, logits.device)
+    bits = packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+    return bits.view(len(masked), -1)[:, : logits.shape[1]] == 1
+
+
+def uniform(seed: int, position: int) -> int:
+    """Return a random number for the token at `position` of a sequence, in units of 2^-53, below 1.
+
+    Seeds count modulo 2**64.
 
     It has no state, so a resumed stream samples the same tokens.
     """
     counter = (seed & _MASK).to_bytes(8, "little") + position.to_bytes(8, "little")
     digest = blake2b(counter, digest_size=8, person=_PERSON).digest()
-    return (int.from_bytes(digest, "little") >> (64 - _MANTISSA_BITS)) / (1 << _MANTISSA_BITS)
+    return int.from_bytes(digest, "little") >> (64 - UNIFORM_BITS)
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,14 +270,11 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best, logits.gather(1, best[:, None]).squeeze(1)
 
 
-def _sample_random(logits: Tensor, rows: Sequence[SamplingRow], indices: Sequence[int]) -> Tensor:
-    device, params = logits.device, [rows[index].params for index in indices]
-    temperatures = to_device([max(p.temperature, _MIN_TEMPERATURE) for p in params], torch.float32, device)
-    scaled = logits[to_device(indices, torch.int64, device)].float() / temperatures[:, None]
-    truncate(scaled, params)
-    uniforms = [uniform(rows[index].seed, rows[index].position) for index in indices]
-    cumulated = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    targets = to_device(uniforms, torch.float64, device)[:, None] * cumulated[:, -1:]
-    # right=True: the first token whose cumulated share exceeds the target, so never one of probability 0.
-    tokens = torch.searchsorted(cumulated, targets, right=True).squeeze(1)
-    return tokens.clamp_(max=logits.shape[1] - 1)  # beyond the end where the logits are not finite
+def _draw(logits: Tensor, rules: Sequence[TokenRules], draws: Sequence[int]) -> Tensor:
+    """Draw a token from each row of (rows, vocab_size) float32 logits by a random number in units of 2^-53."""
+    limits = np.frombuffer(b"".join([rule.limits for rule in rules]), LIMITS)
+    if logits.device.type == "cpu":
+        return torch.tensor([draw(*each) for each in zip(logits.numpy(), limits, draws, strict=True)])
+    from worker.kernels import triton_sampling
+
+    return triton_sampling.draw(logits.contiguous(), limits, draws)

@@ -88,7 +88,7 @@ def test_adjusted_logits_equal_the_reference(data: st.DataObject) -> None:
             for c, i in enumerate(owners)
         ]
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(step))
-        got = sampler.apply_rules(logits, sampling_rows, EOS)
+        got = sampler.apply_edits(logits, *sampler.edits_of(sampling_rows, EOS, VOCAB))
         expected = [
             reference(row, sampling_row) for row, sampling_row in zip(logits.tolist(), sampling_rows, strict=True)
         ]
@@ -162,9 +162,9 @@ def test_lists_are_read_once_a_request(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("max_drafts", [0, 4])
 def test_an_output_is_counted_once(monkeypatch: pytest.MonkeyPatch, max_drafts: int) -> None:
     counted = Counter()
-    count_one = rules.OutputCounts._count_one
+    count = rules.OutputTokens._count
     monkeypatch.setattr(
-        rules.OutputCounts, "_count_one", lambda self, t: (counted.update([id(self)]), count_one(self, t))[1]
+        rules.OutputTokens, "_count", lambda self, *args: (counted.update([id(self)]), count(self, *args))[1]
     )
     engine = HandEngine(num_blocks=400, runner=SamplingRunner(), max_num_seqs=8, max_drafts=max_drafts)
     engine.submit(generate([1, 2, 3], 100, 4, repetition_penalty=1.2, allowed_token_ids=(3, 4)))
@@ -174,20 +174,24 @@ def test_an_output_is_counted_once(monkeypatch: pytest.MonkeyPatch, max_drafts: 
     assert all(90 <= num_counted <= 99 for num_counted in counted.values())  # the last draft may end the output
 
 
-def test_counts_of_a_long_output_equal_those_of_its_parts() -> None:
+def test_penalties_of_a_long_output_equal_those_of_its_parts() -> None:
     output = [int(token) for token in np.random.default_rng(1).integers(0, 60, 500)]
-    parts, whole = rules.OutputCounts(50), rules.OutputCounts(50)
-    for stop in range(0, 501, 7):
-        parts.update(output[:stop])
-    parts.update(output)
-    whole.update(output)
+    params = SamplingParams(max_tokens=999, frequency_penalty=1.0, repetition_penalty=1.5)
+    rule = rules.TokenRules(params, (1, 2, 99), EOS, 50)
     expected = {token: float(count) for token, count in Counter(output).items() if token < 50}
-    begun = rules.OutputCounts(50)
-    begun.update(output[:490])
-    for counts, draft in ((begun, output[490:]), (parts, []), (whole, [])):
+
+    def row(stop: int, draft: Sequence[int], cache: SamplerCache) -> SamplingRow:
+        return SamplingRow(params, 0, 9, (), output[:stop], choice_cache=cache, draft_ids=draft)
+
+    parts, whole, begun = SamplerCache(), SamplerCache(), SamplerCache()
+    for stop in range(0, 501, 7):
+        rule.edits(row(stop, (), parts))
+    for stop, draft, cache in ((490, output[490:], begun), (500, (), parts), (500, (), whole)):
         for _ in range(2):  # a draft leaves nothing behind
-            ids, values = counts.tensors(draft, torch.device("cpu"))
-            assert dict(zip(ids.tolist(), values.tolist(), strict=True)) == expected
+            edits = rule.edits(row(stop, draft, cache))
+            assert edits is not None
+            assert dict(zip(*edits.lowered, strict=True)) == expected
+            assert sorted([*edits.repeated[0], *edits.repeated[1]]) == sorted({1, 2, *expected})
 
 
 def test_rules_made_before_the_step_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +204,8 @@ def test_rules_made_before_the_step_are_not_made_again(monkeypatch: pytest.Monke
         rows = [SamplingRow(params, seed, 3, (1, 2, 3), (), request_cache=cache) for seed in range(8)]
         return [token.token_id for token in sampler.sample(logits, rows, EOS).tokens()]
 
-    prepared = SamplerCache(rules.TokenRules(params, (1, 2, 3), EOS, 50, torch.device("cpu")))
+    prepared = SamplerCache(rules.TokenRules(params, (1, 2, 3), EOS, 50))
     want = tokens(SamplerCache())
-    monkeypatch.setattr(rules, "_bias", None)
+    monkeypatch.setattr(rules, "_biases", None)
     assert tokens(prepared) == want
     assert set(want) <= set(ids) - {3}

@@ -35,7 +35,7 @@ from worker.kernels.device import DeviceStream
 from worker.kv_transfer.pool_blocks import Copier
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
-from worker.sampling.sampler import apply_rules
+from worker.sampling.sampler import apply_edits, edits_of
 from worker.scheduler.request import ConstraintError
 from worker.wire import ChoiceState, End, GenerateRequest, SamplingParams
 
@@ -285,7 +285,7 @@ class _ReferenceRunner(FaultyRunner):
         logits = super()._logits(sequences, ends, hidden)
         rows = [row for sequence in sequences for row in sequence.sampling_rows]
         if logits is not None:
-            best = apply_rules(logits, rows, EOS).topk(2).values[0]
+            best = apply_edits(logits, *edits_of(rows, EOS, logits.shape[1])).topk(2).values[0]
             self.gaps.append(float(best[0] - best[1]) if rows[0].params.greedy else 1.0)
         return logits
 

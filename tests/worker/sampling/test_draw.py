@@ -1,0 +1,152 @@
+"""The kernels of every instruction set, any number of threads, and numpy draw the same token; limits are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.worker.kernels.conftest import all_kernels  # noqa: F401
+from tests.worker.sampling.cases import random_logits, random_rows
+from worker.contracts.step import SamplingRow
+from worker.kernels.cpu import Kernels
+from worker.sampling import sampler
+from worker.sampling.sampler import sample
+from worker.wire import SamplingParams
+
+EOS = (2,)
+VOCAB_SIZES = (50, 64, 1000, 4097)
+
+
+def outcome(logits: torch.Tensor, rows: list[SamplingRow], kernels: Kernels | None) -> list[Any]:
+    """Return the token of each row, and its best logits; no token where the best one is not finite."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampler, "sampling_kernels_for", lambda device: kernels)
+        given = logits.clone()
+        found = sample(given, rows, EOS)
+        assert torch.equal(given, logits), "the logits are restored"
+        best = found.best_logits[-1]
+        return [torch.where(best.isfinite(), found.token_ids, -1).tolist(), (best + 0.0).tolist()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), vocab_size=st.sampled_from(VOCAB_SIZES), num_rows=st.integers(1, 6))
+def test_all_builds_and_numpy_draw_the_same(
+    all_kernels: list[Kernels],  # noqa: F811
+    seed: int,
+    vocab_size: int,
+    num_rows: int,
+) -> None:
+    logits = torch.from_numpy(random_logits(vocab_size, num_rows, seed))
+    rows = random_rows(vocab_size, num_rows, seed)
+    want = outcome(logits, rows, None)
+    for kernels in all_kernels:
+        assert outcome(logits, rows, kernels) == want
+
+
+@pytest.mark.deep
+def test_many_rows_draw_the_same(all_kernels: list[Kernels]) -> None:  # noqa: F811
+    for seed in range(3000):
+        vocab_size = VOCAB_SIZES[seed % len(VOCAB_SIZES)]
+        logits = torch.from_numpy(random_logits(vocab_size, 32, seed))
+        rows = random_rows(vocab_size, 32, seed)
+        want = outcome(logits, rows, None)
+        for kernels in all_kernels:
+            assert outcome(logits, rows, kernels) == want, seed
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_and_neighbours_change_nothing(all_kernels: list[Kernels]) -> None:  # noqa: F811
+    logits = torch.from_numpy(random_logits(1000, 40, seed=1))
+    rows = random_rows(1000, 40, seed=1)
+    with threads(1):
+        alone = [outcome(logits[row : row + 1], rows[row : row + 1], all_kernels[0]) for row in range(40)]
+    for count in (1, 2, 3):
+        with threads(count):
+            together = outcome(logits, rows, all_kernels[0])
+        assert [[[token], [best]] for token, best in zip(*together, strict=True)] == alone
+
+
+def exactly_kept(logits: NDArray[np.float32], params: SamplingParams, slack: float = 0.0) -> NDArray[np.bool_]:
+    """Return which tokens are kept, in float64 and by sorting, with shares that are larger by `slack`."""
+    x = logits.astype(np.float64) / params.temperature
+    kept = x > -np.inf
+    if 0 < params.top_k < kept.sum():
+        kept &= x >= np.sort(x)[-params.top_k]
+    shares = np.where(kept, np.exp(x - x.max()), 0.0)
+    if params.top_p < 1:
+        kept &= x >= _last(x, -x, shares, params.top_p + slack)
+    if params.min_p > 0:
+        kept &= x >= x.max() + np.log(params.min_p)
+    if params.typical_p < 1:
+        shares = np.where(kept, shares, 0.0) / shares[kept].sum()
+        surprise = -np.log(np.where(shares > 0, shares, 1.0))
+        distance = np.where(kept, np.abs(surprise - (shares * surprise).sum()), np.inf)
+        kept &= distance <= _last(distance, distance, shares, params.typical_p + slack)
+    return kept
+
+
+def _last(values: NDArray[np.float64], keys: NDArray[np.float64], shares: NDArray[np.float64], share: float) -> float:
+    order = np.argsort(keys, kind="stable")
+    cumulated = shares[order].cumsum()
+    return float(values[order[min(np.searchsorted(cumulated, share * cumulated[-1]), len(order) - 1)]])
+
+
+def shares_drawn(logits: NDArray[np.float32], params: SamplingParams, num_draws: int) -> NDArray[np.float64]:
+    """Return the share of each token among evenly spaced draws."""
+    row = SamplingRow(params, 0, 0, (), ())
+    table = torch.from_numpy(logits).expand(num_draws, -1).contiguous()
+    numbers = iter([int((at + 0.5) / num_draws * 2**53) for at in range(num_draws)])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampler, "uniform", lambda seed, position: next(numbers))
+        tokens = sample(table, [row] * num_draws, EOS).token_ids
+    return np.bincount(tokens.numpy(), minlength=len(logits)) / num_draws
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), vocab_size=st.sampled_from((12, 50, 200)))
+def test_draws_have_the_exact_shares(seed: int, vocab_size: int) -> None:
+    """Evenly spaced draws hit each kept token as often as its share in float64, and no other."""
+    generator = np.random.default_rng(seed)
+    logits = random_logits(vocab_size, 1, seed)[0]
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=float(generator.choice([0.3, 0.7, 1.0, 2.0])),
+        top_k=int(generator.choice([0, 1, 3, 20])),
+        top_p=float(generator.choice([1.0, 0.95, 0.5])),
+        min_p=float(generator.choice([0.0, 0.05, 0.5])),
+        typical_p=float(generator.choice([1.0, 1.0, 0.9, 0.4])),
+    )
+    x = logits.astype(np.float64) / params.temperature
+    num_draws = 2000
+    found = shares_drawn(logits, params, num_draws)
+    errors = []
+    for slack in (0.0, -1e-6, 1e-6):  # a share that is reached within rounding
+        shares = np.where(exactly_kept(logits, params, slack), np.exp(x - x.max()), 0.0)
+        errors.append(np.abs(found.cumsum() - (shares / shares.sum()).cumsum()).max())
+    assert min(errors) <= 1.5 / num_draws + 1e-6
+
+
+def test_a_share_needs_the_token_that_reaches_it() -> None:
+    """Three tokens of a third each: half of them is two, and ties with the last one are kept."""
+    logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], dtype=np.float32))
+    for top_p, num_kept in ((0.5, 1), (0.500001, 2), (0.75, 2), (0.76, 4)):
+        found = shares_drawn(logits, SamplingParams(max_tokens=1, top_p=top_p), 64)
+        assert int((found > 0).sum()) == num_kept, ceil(top_p)

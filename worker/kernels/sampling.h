@@ -1,0 +1,584 @@
+// Sampling: a token from a row of logits in float32, by the rules and limits of its request.
+//
+//   logits --edits, mask--> highest of each block --> best token                                     greedy
+//                                                 \-> range of kept logits --> weights --> a token   random
+//
+// Weights are integers, so a sum of them does not depend on the order, the width of vectors, or threads. The weight of a
+// logit is 2^25 * 2^-t, t = (highest - logit) * log2(e) / temperature, in a unit of its block: that of the block's highest
+// logit. A block's sum fits into 32 bits, and is off by less than 2^-20 of its largest weight. Products are rounded before
+// they are added to: `rounded` keeps the compiler from fusing the two. worker/sampling/reference.py computes the same,
+// bit for bit.
+//
+// What a limit keeps is a range of keys, which `last_needed` finds without sorting. The highest logits of blocks tell
+// which blocks have none of the range.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t kBlock = 64;        // logits with one highest
+constexpr int kUnitBits = 18;         // the shift of a block's sum that has the row's highest: sums of rows fit into 64 bits
+constexpr int kLastUnit = 50;         // from this block unit on, all weights of the block are 0
+constexpr float kLastT = 63.0f;
+constexpr float kRounding = 0x1.8p23f;  // added to a float, leaves the nearest integer in its lower bits
+constexpr size_t kFewKeys = 4096;     // that are searched without bins
+constexpr float kNear = 8.0f;         // bits of a weight within which a limit's keys are tried first
+constexpr float kInfinity = __builtin_inff(), kLowest = -__FLT_MAX__;
+
+// Changes of some logits of a row.
+struct Edits {
+  const int32_t *ids;
+  const float *values;
+  int64_t count;
+};
+
+// `LIMITS` of worker/kernels/cpu.py.
+struct Limits {
+  double min_p_margin;        // below the highest logit; infinity: no limit
+  int64_t top_k;              // 0: no limit
+  uint64_t top_p, typical_p;  // in units of 2^-53; 2^53: no limit
+  float penalty;              // for repetition
+  float scale;                // log2(e) / temperature; 0: greedy
+};
+
+// `SAMPLING_ROW` of worker/kernels/cpu.py: a row, its rules, and its limits.
+struct SamplingRow {
+  float *logits;            // edited in place, and restored
+  const uint32_t *allowed;  // a bit for each token, or null; tokens beyond num_allowed are forbidden
+  int64_t num_allowed;
+  Edits repeated[2];        // divided by the penalty if above 0, else multiplied
+  Edits lowered;            // by their values
+  Edits biased;             // by their values
+  Edits forbidden;
+  Edits stops;              // forbidden if another token is left
+  uint64_t uniform;         // in units of 2^-53
+  Limits limits;
+
+  bool has_edits() const {
+    return repeated[0].count + repeated[1].count + lowered.count + biased.count + forbidden.count + stops.count > 0;
+  }
+};
+
+struct Sampled {
+  int64_t token_id;
+  float best_raw, best;       // logits, before and after the rules; NaN if one is
+};
+
+// ---- rows ----------------------------------------------------------------------------------------------------------
+
+#if defined(__x86_64__)
+#define HEADSTART_VECTOR "+v"
+#else
+#define HEADSTART_VECTOR "+w"
+#endif
+
+// The compiler may fuse no product with a sum across this.
+Floats<kLanes> rounded(Floats<kLanes> product) {
+  asm("" : HEADSTART_VECTOR(product));
+  return product;
+}
+
+constexpr auto kLaneNumbers = []<int... I>(std::integer_sequence<int, I...>) {
+  return std::array<int32_t, sizeof...(I)>{I...};
+}(std::make_integer_sequence<int, kLanes>{});
+
+// The logits of a row as its mask leaves them.
+template <bool kMasked> struct Logits {
+  const float *x;
+  const uint32_t *allowed;
+  int64_t num_allowed, size;
+
+  float at(int64_t i) const {
+    if constexpr (kMasked) {
+      if (i >= num_allowed || !(allowed[i / 32] >> (i % 32) & 1)) return -kInfinity;
+    }
+    return x[i];
+  }
+  // kLanes logits from a multiple of kLanes on, all within the row
+  Floats<kLanes> load(int64_t i) const {
+    Floats<kLanes> values = load_floats<kLanes>(x + i);
+    if constexpr (kMasked) {
+      const uint32_t bits = i < num_allowed ? allowed[i / 32] >> (i % 32) : 0;
+      const auto lanes = ::load<Ints<kLanes>>(kLaneNumbers.data());
+      values = (int32_t(bits) >> lanes & 1) != 0 ? values : Floats<kLanes>{} - kInfinity;
+    }
+    return values;
+  }
+};
+
+// Joins the lanes of a vector, half by half.
+template <int L, class Vector, class Join> auto joined(Vector vector, Join join) {
+  if constexpr (L == 1) {
+    return vector[0];
+  } else if constexpr (L == 2) {
+    return join(vector[0], vector[1]);
+  } else {
+    return [&]<int... I>(std::integer_sequence<int, I...>) {
+      return joined<L / 2>(join(__builtin_shufflevector(vector, vector, I...),
+                                __builtin_shufflevector(vector, vector, (I + L / 2)...)),
+                           join);
+    }(std::make_integer_sequence<int, L / 2>{});
+  }
+}
+
+float highest_lane(Floats<kLanes> vector) {
+  return joined<kLanes>(vector, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// Calls each(i, logits) for the vectors of a block; those beyond the row are -inf.
+template <bool kMasked, class Each> void for_vectors(const Logits<kMasked> &row, int64_t block, Each each) {
+  const int64_t first = block * kBlock, stop = std::min(first + kBlock, row.size);
+  int64_t i = first;
+  for (; i + kLanes <= stop; i += kLanes) each(i, row.load(i));
+  if (i < stop) {
+    float rest[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) rest[lane] = i + lane < stop ? row.at(i + lane) : -kInfinity;
+    each(i, load_floats<kLanes>(rest));
+  }
+}
+
+template <bool kMasked> float highest_of_block(const Logits<kMasked> &row, int64_t block) {
+  Floats<kLanes> top = Floats<kLanes>{} - kInfinity;
+  for_vectors(row, block, [&](int64_t, Floats<kLanes> x) { top = larger<kLanes>(x, top); });
+  return highest_lane(top);
+}
+
+// ---- weights -------------------------------------------------------------------------------------------------------
+
+// 2^25 * 2^-(t - unit), rounded. The polynomial is the minimax one for 2^-f, |f| <= 1/2; its error is below 2^-22.
+Words<kLanes> weights(Floats<kLanes> t, int32_t unit) {
+  constexpr int L = kLanes;
+  const Floats<L> shifted = t + kRounding;
+  const Floats<L> f = t - (shifted - kRounding);
+  Floats<L> power = rounded(f * -0x1.5bba14p-10f) + 0x1.3cea88p-7f;
+  power = rounded(f * power) + -0x1.c6b752p-5f;
+  power = rounded(f * power) + 0x1.ebf9bcp-3f;
+  power = rounded(f * power) + -0x1.62e42ap-1f;
+  power = rounded(f * power) + 1.0f;
+  // The lower bits of `shifted` are the nearest integer of t. An exponent has a bias of 127, above 23 bits.
+  const Floats<L> unscaled = (Floats<L>)((127 + 25 + unit + 0x4B400000 - (Ints<L>)shifted) << 23);
+  return (Words<L>)__builtin_convertvector(power * unscaled + 0.5f, Ints<L>);
+}
+
+// The logits that are kept, and their distribution.
+struct Kept {
+  float highest, scale;
+  float lowest = kLowest;              // of the kept logits
+  float middle = 0.0f, reach = -1.0f;  // if reach >= 0, only |t - middle| <= reach
+
+  Floats<kLanes> t(Floats<kLanes> x) const {
+    const Floats<kLanes> t = rounded((highest - x) * scale);
+    return t < kLastT ? t : Floats<kLanes>{} + kLastT;
+  }
+  float t(float x) const { return t(Floats<kLanes>{} + x)[0]; }
+  int32_t unit(float top) const { return int32_t(t(top) + 0.5f); }
+  Words<kLanes> weights(Floats<kLanes> x, int32_t unit) const {
+    const Floats<kLanes> t = this->t(x);
+    const Words<kLanes> found = x >= lowest ? ::weights(t, unit) : Words<kLanes>{};
+    if (reach < 0.0f) return found;
+    const Floats<kLanes> off = t - middle;
+    return (off < 0.0f ? -off : off) <= reach ? found : Words<kLanes>{};
+  }
+};
+
+// A sum of weights of a block, in the unit of the row.
+uint64_t in_row(uint64_t sum, int32_t unit) { return unit <= kUnitBits ? sum << (kUnitBits - unit) : sum >> (unit - kUnitBits); }
+
+uint32_t sum_lanes(Words<kLanes> words) {
+  return joined<kLanes>(words, [](auto a, auto b) { return a + b; });
+}
+
+// ---- limits --------------------------------------------------------------------------------------------------------
+
+// Logits with a key, where lower keys are kept first, and a weight in the unit of the row.
+struct Candidates {
+  std::vector<float> keys;
+  std::vector<uint64_t> weights;
+  uint64_t total = 0;
+
+  void clear() { keys.clear(), weights.clear(), total = 0; }
+  void add(float key, uint64_t weight) { keys.push_back(key), weights.push_back(weight), total += weight; }
+};
+
+// The buffers of a thread.
+struct Scratch {
+  std::vector<float> highest;              // of each block
+  std::vector<float> order;
+  std::vector<uint64_t> sums;              // of the weights of each block
+  std::vector<uint8_t> is_touched;         // blocks
+  std::vector<std::pair<float *, float>> undo;
+  std::vector<std::pair<float, int64_t>> best;
+  std::vector<uint64_t> bins;
+  Candidates candidates;
+};
+
+Scratch &scratch() {
+  static thread_local Scratch buffers;
+  return buffers;
+}
+
+// The upper bits of floats that are not negative are in their order: 32 bins for each power of two.
+constexpr size_t kBins = 1 << 13;
+uint32_t bin_of(float distance) {
+  uint32_t bits;
+  std::memcpy(&bits, &distance, 4);
+  return bits >> 18;
+}
+
+// The lowest key at which the weights of all keys up to it reach `needed` (1 to the total). Reorders the candidates.
+float last_needed(Candidates &found, uint64_t needed) {
+  auto &keys = found.keys;
+  auto &weights = found.weights;
+  size_t first = 0, stop = keys.size();
+  const auto swap = [&](size_t a, size_t b) { std::swap(keys[a], keys[b]), std::swap(weights[a], weights[b]); };
+  while (true) {
+    const float a = keys[first], b = keys[first + (stop - first) / 2], c = keys[stop - 1];
+    const float pivot = std::max(std::min(a, b), std::min(std::max(a, b), c));
+    size_t below = first, above = stop, i = first;
+    uint64_t lower = 0, equal = 0;
+    while (i < above) {
+      if (keys[i] < pivot) {
+        lower += weights[i];
+        swap(i++, below++);
+      } else if (keys[i] > pivot) {
+        swap(i, --above);
+      } else {
+        equal += weights[i++];
+      }
+    }
+    if (needed <= lower) {
+      stop = below;
+    } else if (needed <= lower + equal || above == stop) {
+      return pivot;
+    } else {
+      needed -= lower + equal;
+      first = above;
+    }
+  }
+}
+
+uint64_t share_of(uint64_t total, uint64_t share) {
+  const unsigned __int128 exact = (unsigned __int128)total * share;
+  return std::max<uint64_t>(1, uint64_t((exact + ((1ull << 53) - 1)) >> 53));
+}
+
+// Draws a token of one row.
+template <bool kMasked> class Sampler {
+ public:
+  // `scratch` has the highest logits of the blocks.
+  Sampler(const Logits<kMasked> &row, float highest, float scale)
+      : row_(row), tops_(scratch().highest), kept_{highest, scale} {}
+
+  void limit(const Limits &by) {
+    if (by.top_k > 0 && by.top_k < row_.size) limit_rank(by.top_k);
+    if (by.top_p < 1ull << 53) limit_share(by.top_p);
+    if (by.min_p_margin < double(kInfinity)) {
+      const double exact = double(kept_.highest) - by.min_p_margin;
+      float lowest = float(exact);
+      if (double(lowest) < exact) lowest = std::nextafter(lowest, kInfinity);
+      kept_.lowest = std::max(kept_.lowest, lowest);
+    }
+    if (by.typical_p < 1ull << 53) limit_surprise(by.typical_p);
+  }
+
+  int64_t draw(uint64_t uniform) {
+    const auto &sums = scratch().sums;
+    const unsigned __int128 total = sum_blocks();
+    uint64_t target = uint64_t((total * uniform) >> 53);
+    int64_t block = 0;
+    while (block + 1 < int64_t(sums.size()) && sums[block] <= target) target -= sums[block++];
+    const int32_t unit = kept_.unit(tops_[block]);
+    target = unit <= kUnitBits ? target >> (kUnitBits - unit) : target << (unit - kUnitBits);
+    int64_t found = -1;
+    for_weights(block, [&](int64_t token, float, uint64_t weight) {
+      if (found >= 0) return;
+      if (weight > target) found = token;
+      target -= weight;
+    });
+    return std::max<int64_t>(found, 0);
+  }
+
+  // Sums the weights of each block, in the unit of the row; returns that of all.
+  uint64_t sum_blocks() {
+    auto &sums = scratch().sums;
+    sums.assign(tops_.size(), 0);
+    uint64_t total = 0;
+    const Kept kept = kept_;  // in registers
+    for (size_t block = 0; block < tops_.size(); ++block) {
+      if (!reaches(block, kLowest)) continue;
+      const int32_t unit = kept.unit(tops_[block]);
+      Words<kLanes> sum{};
+      for_vectors(row_, block, [&](int64_t, Floats<kLanes> x) { sum += kept.weights(x, unit); });
+      sums[block] = in_row(sum_lanes(sum), unit);
+      total += sums[block];
+    }
+    return total;
+  }
+
+  // A logit that at least `rank` logits reach, as high as the blocks tell; `otherwise` if they do not.
+  float bound_of(int64_t rank, float otherwise) const {
+    if (rank > int64_t(tops_.size())) return otherwise;
+    auto &order = scratch().order;
+    order = tops_;
+    std::nth_element(order.begin(), order.begin() + (rank - 1), order.end(), std::greater<float>());
+    return order[rank - 1];
+  }
+
+ private:
+  // Calls each(token, logit, weight) for the tokens of a block, whose weights are in its unit.
+  template <class Each> void for_weights(int64_t block, Each each) const {
+    const int32_t unit = kept_.unit(tops_[block]);
+    for_vectors(row_, block, [&](int64_t i, Floats<kLanes> x) {
+      uint32_t found[kLanes];
+      store(found, kept_.weights(x, unit));
+      for (int lane = 0; lane < kLanes; ++lane) each(i + lane, x[lane], found[lane]);
+    });
+  }
+
+  // Whether some of a block is kept and at least `bound`.
+  bool reaches(int64_t block, float bound) const {
+    return tops_[block] >= std::max(bound, kept_.lowest) && kept_.unit(tops_[block]) < kLastUnit;
+  }
+
+  // Calls each(logit, weight) for what is kept and at least `bound`, to the end of a block in which it returns false.
+  // The weight is in the unit of the row.
+  template <class Each> void for_kept(float bound, Each each) const {
+    const float lowest = std::max(bound, kept_.lowest);
+    bool goes_on = true;
+    for (size_t block = 0; block < tops_.size() && goes_on; ++block) {
+      if (tops_[block] < lowest) continue;
+      const int32_t unit = kept_.unit(tops_[block]);
+      for_weights(block, [&](int64_t, float logit, uint64_t weight) {
+        if (logit >= lowest) goes_on = each(logit, in_row(weight, unit));
+      });
+    }
+  }
+
+  // Returns the lowest key of what is kept at which the weights up to it reach `needed`; infinity if they never do.
+  // Logits below `bound` have higher keys than all others.
+  template <class By> float last_key(uint64_t needed, float bound, By by) {
+    auto &found = scratch().candidates;
+    found.clear();
+    for_kept(bound, [&](float logit, uint64_t weight) {
+      found.add(by.key(logit), by.is_rank ? 1 : weight);
+      return found.keys.size() < kFewKeys;
+    });
+    if (found.keys.size() < kFewKeys && found.total >= needed) return last_needed(found, needed);
+    // Many keys: first the bin that has the last one.
+    auto &bins = scratch().bins;
+    bins.assign(kBins, 0);
+    for_kept(kLowest, [&](float logit, uint64_t weight) {
+      bins[bin_of(by.distance(logit))] += by.is_rank ? 1 : weight;
+      return true;
+    });
+    size_t bin = 0;
+    while (bin < kBins && bins[bin] < needed) needed -= bins[bin++];
+    if (bin == kBins) return kInfinity;
+    found.clear();
+    for_kept(kLowest, [&](float logit, uint64_t weight) {
+      if (bin_of(by.distance(logit)) == bin) found.add(by.key(logit), by.is_rank ? 1 : weight);
+      return true;
+    });
+    return last_needed(found, needed);
+  }
+
+  // Orders of what is kept: `key` with its sign, and the `distance` from the first, which is not negative.
+  struct ByLogit {
+    float highest;
+    bool is_rank;  // each logit counts as 1
+
+    float key(float logit) const { return -logit; }
+    float distance(float logit) const { return highest - logit; }
+  };
+
+  struct BySurprise {
+    const Kept &kept;
+    float middle;
+    bool is_rank = false;
+
+    float key(float logit) const { return std::abs(kept.t(logit) - middle); }
+    float distance(float logit) const { return key(logit); }
+  };
+
+  void keep_from(float key) {
+    if (key < kInfinity) kept_.lowest = -key;
+  }
+
+  void limit_rank(int64_t rank) {
+    keep_from(last_key(rank, bound_of(rank, kLowest), ByLogit{kept_.highest, true}));
+  }
+
+  void limit_share(uint64_t share) {
+    const uint64_t needed = share_of(sum_blocks(), share);
+    keep_from(last_key(needed, kept_.highest - kNear / kept_.scale, ByLogit{kept_.highest, false}));
+  }
+
+  // Locally typical sampling keeps what is nearest to the entropy. As a surprise is t and a constant, that is the mean.
+  // t has 22 bits after the point here.
+  void limit_surprise(uint64_t share) {
+    unsigned __int128 moment = 0;
+    uint64_t total = 0;
+    const Kept kept = kept_;
+    for (size_t block = 0; block < tops_.size(); ++block) {
+      if (!reaches(block, kLowest)) continue;
+      const int32_t unit = kept.unit(tops_[block]);
+      Words<kLanes> weights{};
+      Doublewords<kLanes> moments{};
+      for_vectors(row_, block, [&](int64_t, Floats<kLanes> x) {
+        const auto t = __builtin_convertvector(kept.t(x) * 0x1p22f, Ints<kLanes>);
+        const Words<kLanes> found = kept.weights(x, unit);
+        weights += found;
+        moments += __builtin_convertvector(found, Doublewords<kLanes>) *
+                   __builtin_convertvector((Words<kLanes>)t, Doublewords<kLanes>);
+      });
+      const uint64_t lanes = joined<kLanes>(moments, [](auto a, auto b) { return a + b; });
+      moment += unit <= kUnitBits ? (unsigned __int128)lanes << (kUnitBits - unit) : lanes >> (unit - kUnitBits);
+      total += in_row(sum_lanes(weights), unit);
+    }
+    const float middle = float(uint64_t(moment / total)) * 0x1p-22f;
+    const float bound = kept.highest - (middle + kNear) / kept.scale;
+    kept_.reach = last_key(share_of(total, share), bound, BySurprise{kept, middle});
+    kept_.middle = middle;
+  }
+
+  const Logits<kMasked> &row_;
+  const std::vector<float> &tops_;
+  Kept kept_;
+};
+
+// ---- rules ---------------------------------------------------------------------------------------------------------
+
+template <class Change> void edit(float *logits, const Edits &edits, Change change) {
+  auto &buffers = scratch();
+  for (int64_t i = 0; i < edits.count; ++i) {
+    float *logit = logits + edits.ids[i];
+    buffers.undo.emplace_back(logit, *logit);
+    *logit = change(*logit, i);
+    buffers.is_touched[edits.ids[i] / kBlock] = 1;
+  }
+}
+
+template <bool kMasked> float update_touched(const Logits<kMasked> &row) {
+  auto &buffers = scratch();
+  float best = -kInfinity;
+  for (size_t block = 0; block < buffers.highest.size(); ++block) {
+    if (buffers.is_touched[block]) buffers.highest[block] = highest_of_block(row, block);
+    best = std::max(best, buffers.highest[block]);
+  }
+  std::fill(buffers.is_touched.begin(), buffers.is_touched.end(), 0);
+  return best;
+}
+
+// Edits the row as its rules say; returns the best logit after that. `highest` has the blocks' highest.
+template <bool kMasked> float apply_rules(const SamplingRow &row, const Logits<kMasked> &logits) {
+  auto &buffers = scratch();
+  buffers.is_touched.assign(buffers.highest.size(), 0);
+  const auto forbid = [](float, int64_t) { return -kInfinity; };
+  for (const Edits &edits : row.repeated) {
+    edit(row.logits, edits, [&](float x, int64_t) { return x > 0.0f ? x / row.limits.penalty : x * row.limits.penalty; });
+  }
+  edit(row.logits, row.lowered, [&](float x, int64_t i) { return x - row.lowered.values[i]; });
+  edit(row.logits, row.biased, [&](float x, int64_t i) { return x + row.biased.values[i]; });
+  edit(row.logits, row.forbidden, forbid);
+  float best = update_touched(logits);
+  if (row.stops.count > 0) {
+    const size_t num_before = buffers.undo.size();
+    edit(row.logits, row.stops, forbid);
+    if (const float left = update_touched(logits); left > -kInfinity) return left;
+    for (size_t i = buffers.undo.size(); i-- > num_before;) {
+      *buffers.undo[i].first = buffers.undo[i].second;
+      buffers.is_touched[(buffers.undo[i].first - row.logits) / kBlock] = 1;
+    }
+    buffers.undo.resize(num_before);
+    best = update_touched(logits);
+  }
+  return best;
+}
+
+// Finds the highest logits of the blocks, and the best of the row without its mask: NaN if there is one.
+template <bool kMasked> float find_highest(const Logits<kMasked> &logits) {
+  const Logits<false> raw{logits.x, nullptr, 0, logits.size};
+  auto &highest = scratch().highest;
+  highest.resize((logits.size + kBlock - 1) / kBlock);
+  float best = -kInfinity;
+  Ints<kLanes> broken{};
+  for (size_t block = 0; block < highest.size(); ++block) {
+    Floats<kLanes> top = Floats<kLanes>{} - kInfinity;
+    for_vectors(raw, block, [&](int64_t, Floats<kLanes> x) {
+      broken |= x != x;
+      top = larger<kLanes>(x, top);
+    });
+    const float found = highest_lane(top);
+    best = std::max(best, found);
+    highest[block] = kMasked ? highest_of_block(logits, block) : found;
+  }
+  return joined<kLanes>(broken, [](auto a, auto b) { return a | b; }) ? __builtin_nanf("") : best;
+}
+
+template <bool kMasked> Sampled sample_row(const SamplingRow &row, int64_t size) {
+  const Logits<kMasked> logits{row.logits, row.allowed, row.num_allowed, size};
+  auto &buffers = scratch();
+  buffers.undo.clear();
+  const float best_raw = find_highest(logits);
+  if (std::isnan(best_raw)) return {0, best_raw, best_raw};
+  const float best = row.has_edits() ? apply_rules(row, logits)
+                                     : *std::max_element(buffers.highest.begin(), buffers.highest.end());
+  int64_t token = 0;
+  if (std::isfinite(best)) {
+    if (row.limits.scale > 0.0f) {
+      Sampler<kMasked> sampler(logits, best, row.limits.scale);
+      sampler.limit(row.limits);
+      token = sampler.draw(row.uniform);
+    } else {
+      token = (std::find(buffers.highest.begin(), buffers.highest.end(), best) - buffers.highest.begin()) * kBlock;
+      while (logits.at(token) != best) ++token;
+    }
+  }
+  for (size_t i = buffers.undo.size(); i-- > 0;) *buffers.undo[i].first = buffers.undo[i].second;
+  return {token, best_raw, best};
+}
+
+// ---- log probabilities ---------------------------------------------------------------------------------------------
+
+// The log probability and the rank, from 1, of a token, and the best tokens with theirs. NaN where the row is broken.
+void rate_row(const float *x, int64_t size, int64_t token, int64_t num_best, float *logprob, int64_t *rank, float *values,
+              int64_t *ids) {
+  const Logits<false> row{x, nullptr, 0, size};
+  auto &buffers = scratch();
+  const float highest = find_highest(row);
+  std::fill(values, values + num_best, __builtin_nanf(""));
+  std::fill(ids, ids + num_best, 0);
+  *logprob = __builtin_nanf("");
+  *rank = 1;
+  if (!std::isfinite(highest)) return;
+  Sampler<false> sampler(row, highest, 0x1.715476p0f);  // log2(e)
+  const double log_total = double(highest) + std::log(double(sampler.sum_blocks()) * 0x1p-43);
+  *logprob = float(double(x[token]) - log_total);
+  Words<kLanes> higher{};
+  for (size_t block = 0; block < buffers.highest.size(); ++block) {
+    if (buffers.highest[block] > x[token]) for_vectors(row, block, [&](int64_t, Floats<kLanes> logits) {
+      higher -= (Words<kLanes>)(logits > x[token]);
+    });
+  }
+  *rank = 1 + sum_lanes(higher);
+  if (num_best == 0) return;
+  const float bound = sampler.bound_of(num_best, -kInfinity);
+  auto &best = buffers.best;
+  best.clear();
+  for (size_t block = 0; block < buffers.highest.size(); ++block) {
+    if (buffers.highest[block] < bound) continue;
+    const int64_t stop = std::min(int64_t(block + 1) * kBlock, size);
+    for (int64_t i = block * kBlock; i < stop; ++i) {
+      if (x[i] >= bound) best.emplace_back(-x[i], i);
+    }
+  }
+  std::partial_sort(best.begin(), best.begin() + num_best, best.end());
+  for (int64_t i = 0; i < num_best; ++i) {
+    values[i] = float(double(-best[i].first) - log_total);
+    ids[i] = best[i].second;
+  }
+}
+
+}  // namespace
