@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import server.cli.keys
 import server.cli.serve
 import server.config
 import worker.config
-from worker.common.command_line import CONFIG_VARIABLE, CommandParser, module_command, reason
+from worker.common.command_line import CONFIG_VARIABLE, CommandParser, reason
+from worker.common.options import comma_separated
 
 PARSERS: dict[str, Callable[[], CommandParser]] = {
     "serve": server.cli.serve.parser,
@@ -71,7 +71,7 @@ def parser() -> CommandParser:
     p = CommandParser(prog="headstart top", command="top")
     p.add_argument("--size", type=int, default=1)
     p.add_argument("--name", action="append", default=[])
-    p.add_argument("--hosts", type=lambda text: text.split(","))
+    p.add_argument("--hosts", action="extend", type=comma_separated)
     p.add_argument("--fast", action="store_true")
     p.add_argument("--style", nargs="?", const="plain")
     return p
@@ -99,21 +99,22 @@ def test_command_line_before_variables_before_the_file(
 
 
 def test_lists_and_options_with_an_optional_value(parser: CommandParser, tmp_path: Path) -> None:
-    parsed = parser.parse_args(table(tmp_path, 'hosts = ["a", "b"]\nstyle = true'))
-    assert (parsed.hosts, parsed.style) == (["a", "b"], "plain")
+    parsed = parser.parse_args(table(tmp_path, 'hosts = ["a,b", "c"]\nstyle = true'))
+    assert (parsed.hosts, parsed.style) == (["a", "b", "c"], "plain")
     assert parser.parse_args(table(tmp_path, 'style = "bold"')).style == "bold"
 
 
 def test_a_variable_of_json_is_one_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_DEFAULT_CHAT_TEMPLATE_KWARGS", '{"enable_thinking": false, "date": "1 May"}')
     parsed = server.config.parse(["--workers", "http://127.0.0.1:9"])
-    assert parsed.template_kwargs_of("any") == {"enable_thinking": False, "date": "1 May"}
+    assert parsed.template_kwargs_of("any")[0] == {"enable_thinking": False, "date": "1 May"}
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("size = true", "argument --size: takes a value, got True (from {file} [top])"),
+        ("size = [2, 3]", "argument --size: takes a value, got [2, 3] (from {file} [top])"),
         ('size = "x"', "argument --size: invalid int value: 'x' (from {file} [top])"),
         ("fast = 3", "argument --fast: must be true or false, got 3 (from {file} [top])"),
         ("sise = 3", "--config {file}: [top] has no option 'sise'; did you mean size?"),
@@ -174,12 +175,12 @@ def test_children_of_serve_get_the_rest(monkeypatch: pytest.MonkeyPatch) -> None
     assert environ == {"HEADSTART_NUM_BLOCKS": "1", CONFIG_VARIABLE: str(Path("my.toml").absolute())}
 
 
-@pytest.mark.parametrize("module", ["server.gateway", "worker"])
-def test_a_real_process_names_the_variable(module: str) -> None:
-    environ = {**os.environ, "HEADSTART_PORT": "many"}
-    done = subprocess.run(module_command(module), env=environ, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "error: argument --port: invalid int value: 'many' (from HEADSTART_PORT)" in done.stderr
+def test_errors_of_subcommands_name_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        server.cli.keys.parser().parse_args(["new", "--tenant", "a", "--wieght", "3"])
+    assert "headstart keys new: error: unrecognized arguments: --wieght 3; did you mean --weight?" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,37 +9,13 @@ from worker.common.options import num_bytes
 from worker.config import WorkerConfig, parse
 
 
-def test_every_option_reaches_the_config() -> None:
-    config = parse(
-        [
-            "--model",
-            "m",
-            "--port",
-            "0",
-            "--num-blocks",
-            "7",
-            "--prefix-cache",
-            "radix",
-            "--waiting-served-ratio",
-            "1.2",
-            "--max-waiting-tokens",
-            "9",
-            "--max-batch-prefill-tokens",
-            "11",
-            "--max-batch-total-tokens",
-            "12",
-            "--max-num-seqs",
-            "3",
-            "--drain-grace-s",
-            "1.5",
-        ]
-    )
-    assert (config.model, config.port, config.num_blocks, config.prefix_cache) == ("m", 0, 7, "radix")
+def test_limits_are_those_of_the_options() -> None:
+    own = ["--waiting-served-ratio=1.2", "--max-waiting-tokens=9", "--max-num-seqs=3"]
+    config = parse([*own, "--max-batch-prefill-tokens=11", "--max-batch-total-tokens=12"])
     limits = config.limits((2, None))
     assert (limits.waiting_served_ratio, limits.max_waiting_tokens) == (1.2, 9)
     assert (limits.max_batch_prefill_tokens, limits.max_batch_total_tokens) == (11, 12)
     assert limits.max_num_batched_tokens == 3  # a token for every running choice
-    assert config.drain_grace_s == 1.5
 
 
 def test_defaults_are_those_of_the_dataclass() -> None:

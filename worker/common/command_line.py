@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,16 +22,6 @@ SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
 PARTS: Final = ("serve", "gateway", "worker")
 _PREFIX: Final = "HEADSTART_"
 _FILE: Final = Path(__file__).with_name("known_names.json")
-_ADDRESS: Final = r"[0-9a-fA-F:.]+"
-_PROTOCOL: Final = "(tcp|udp|sctp)"
-_OF_A_SERVICE: Final = re.compile(
-    rf"""(?P<service>[A-Z0-9_]+)_
-    ( SERVICE_HOST={_ADDRESS} | SERVICE_PORT(_[A-Z0-9_]+)?=\d+
-    | PORT(_\d+_{_PROTOCOL.upper()})?={_PROTOCOL}://(\[{_ADDRESS}\]|{_ADDRESS}):\d+
-    | PORT_\d+_{_PROTOCOL.upper()}_(PROTO={_PROTOCOL}|PORT=\d+|ADDR={_ADDRESS}) )""",
-    re.VERBOSE,
-)
-"""A variable with its value, as Kubernetes sets it in pods for each Service of their namespace."""
 _BOOLEANS: Final = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -50,16 +39,8 @@ class CommandParser(argparse.ArgumentParser):
             text = f"TOML file with options, in a table [{command}] (default: ${CONFIG_VARIABLE})"
             self.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        """Exits with code 2 after a line that names the option, and the nearest one there is."""
-        parsed: argparse.Namespace
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            hint = suggestion(unknown[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return parsed
-
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Exits with code 2 after a line that names the option, and the nearest one there is."""
         argv = list(sys.argv[1:] if args is None else args)
         words, origins = self._from_outside(argv)
         try:
@@ -67,9 +48,12 @@ class CommandParser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             origin = origins.get((error.argument_name or "").rpartition("/")[2])
             self.error(f"{error}{f' (from {origin})' if origin else ''}")
+        if unknown:
+            hint = suggestion(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         if hasattr(parsed, "config"):
             del parsed.config
-        return parsed, unknown
+        return parsed, []
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists its options.\n")
@@ -89,39 +73,6 @@ class CommandParser(argparse.ArgumentParser):
         for flag in self._settable():
             environ.pop(self.variable(flag), None)
 
-    def _from_outside(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Return what the environment and the file add to a command line, and the origin of each flag."""
-        given = {word.partition("=")[0] for word in argv}
-        if given & {"-h", "--help"}:
-            return [], {}
-        environ = without_services(os.environ)
-        options = known_options()
-        if self.command is not None:
-            options[self.command] = self.option_names()
-        if problem := unknown_variable(environ, options):
-            self.error(problem)
-        words: dict[str, list[str]] = {}
-        origins: dict[str, str] = {}
-        for origin, flag, action, value in [*self._file_options(argv, options), *self._variables(environ)]:
-            if given.isdisjoint(action.option_strings):
-                try:
-                    words[flag] = list(_words(flag, action, value))
-                except ValueError as error:
-                    self.error(f"argument {flag}: {error} (from {origin})")
-                origins[flag] = origin
-        return [word for part in words.values() for word in part], origins
-
-    def _settable(self) -> dict[str, argparse.Action]:
-        """Return each option by its last name."""
-        actions = (action for action in self._actions if action.dest not in ("help", "config"))
-        return {action.option_strings[-1]: action for action in actions if action.option_strings}
-
-    def _variables(self, environ: Mapping[str, str]) -> Iterator[tuple[str, str, argparse.Action, object]]:
-        for flag, action in self._settable().items():
-            name = self.variable(flag)
-            if self.command is not None and (value := environ.get(name)) is not None:
-                yield name, flag, action, _split(value, action) if _is_list(action) else value
-
     def file(self, argv: Sequence[str]) -> str | None:
         """Return the file of options that the command line or the environment names."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -129,48 +80,73 @@ class CommandParser(argparse.ArgumentParser):
         file: str | None = finder.parse_known_args(argv)[0].config
         return file
 
-    def _file_options(
-        self, argv: Sequence[str], options: Mapping[str, Sequence[str]]
-    ) -> Iterator[tuple[str, str, argparse.Action, object]]:
-        if not (file := self.file(argv)):
-            return
+    def _from_outside(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Return what the file and the environment add to a command line, and the origin of each flag."""
+        given = {word.partition("=")[0] for word in argv}
+        if given & {"-h", "--help"}:
+            return [], {}
+        environ = without_services(os.environ)
+        settable = self._settable() if self.command is not None else {}
+        known = known_options() | ({self.command: self.option_names()} if self.command is not None else {})
+        if problem := unknown_variable(environ, known):
+            self.error(problem)
+        found: dict[str, tuple[str, object]] = {}
+        if file := self.file(argv):
+            values = self._tables(file, known).get(self.command or "", {})
+            found = {f"--{name}": (f"{file} [{self.command}]", value) for name, value in values.items()}
+        for flag, action in settable.items():
+            if (text := environ.get(name := self.variable(flag))) is not None:
+                # JSON may have spaces, so it is one value.
+                is_list = _is_list(action) and not str(action.metavar).endswith("JSON")
+                found[flag] = name, text.split() if is_list else text
+        words: list[str] = []
+        origins: dict[str, str] = {}
+        for flag, (origin, value) in found.items():
+            if given.isdisjoint(settable[flag].option_strings):
+                try:
+                    words += _words(flag, settable[flag], value)
+                except ValueError as error:
+                    self.error(f"argument {flag}: {error} (from {origin})")
+                origins[flag] = origin
+        return words, origins
+
+    def _settable(self) -> dict[str, argparse.Action]:
+        """Return each option by its last name."""
+        actions = (action for action in self._actions if action.dest not in ("help", "config"))
+        return {action.option_strings[-1]: action for action in actions if action.option_strings}
+
+    def _tables(self, file: str, known: Mapping[str, Iterable[str]]) -> dict[str, Any]:
         try:
             tables = tomllib.loads(Path(file).read_text())
         except (OSError, ValueError) as error:
             self.error(f"--config {file}: {reason(error)}")
-        if problem := unknown_key(tables, options):
+        for table, values in tables.items():
+            if not isinstance(values, Mapping):
+                problem = f"{table} belongs into a table, such as [gateway]"
+            elif table not in known:
+                problem = f"no command reads the table [{table}]{suggestion(table, known)}"
+            elif unknown := min(values.keys() - {*known[table]}, default=None):
+                problem = f"[{table}] has no option {unknown!r}{suggestion(unknown, known[table])}"
+            else:
+                continue
             self.error(f"--config {file}: {problem}")
-        settable = self._settable()
-        for name, value in tables.get(self.command or "", {}).items():
-            yield f"{file} [{self.command}]", f"--{name}", settable[f"--{name}"], value
+        return tables
 
 
 def _is_list(action: argparse.Action) -> bool:
     return isinstance(action, argparse._AppendAction)  # also of `extend`
 
 
-def _split(value: str, action: argparse.Action) -> list[str]:
-    """Return the values in a variable. JSON may have spaces, so it is one value."""
-    return [value] if str(action.metavar).endswith("JSON") else value.split()
-
-
-def _words(flag: str, action: argparse.Action, value: object) -> Iterator[str]:
-    """Yield a value as words of a command line. Raises ValueError."""
+def _words(flag: str, action: argparse.Action, value: object) -> list[str]:
+    """Return a value as words of a command line. Raises ValueError."""
     if action.nargs == 0 or (action.nargs == "?" and value is True):
-        wanted = _BOOLEANS.get(str(value).lower())
-        if wanted is None:
+        if (wanted := _BOOLEANS.get(str(value).lower())) is None:
             raise ValueError(f"must be true or false, got {value!r}")
-        if wanted:
-            yield flag
-        return
-    if isinstance(value, bool | dict):
+        return [flag] if wanted else []
+    values = value if isinstance(value, list) and _is_list(action) else [value]
+    if any(isinstance(each, bool | dict | list) for each in values):
         raise ValueError(f"takes a value, got {value!r}")
-    if not isinstance(value, list):
-        yield f"{flag}={value}"
-    elif _is_list(action):
-        yield from (f"{flag}={each}" for each in value)
-    else:
-        yield f"{flag}={','.join(map(str, value))}"
+    return [f"{flag}={each}" for each in values]
 
 
 def reason(error: Exception) -> str:
@@ -192,12 +168,15 @@ def variable(command: str | None, option: str) -> str:
 
 def without_services(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables without those of Kubernetes: a Service `headstart` sets HEADSTART_PORT to a URL."""
-
-    def is_of_a_service(name: str) -> bool:
-        match = _OF_A_SERVICE.fullmatch(f"{name}={environ[name]}")
-        return match is not None and f"{match['service']}_SERVICE_HOST" in environ
-
-    return {name: value for name, value in environ.items() if not is_of_a_service(name)}
+    services = [name.removesuffix("SERVICE_HOST") for name in environ if name.endswith("_SERVICE_HOST")]
+    return {
+        name: value
+        for name, value in environ.items()
+        if not any(
+            name.startswith((f"{service}SERVICE_", f"{service}PORT_")) or (name == f"{service}PORT" and "://" in value)
+            for service in services
+        )
+    }
 
 
 def unknown_variable(environ: Mapping[str, str], options: Mapping[str, Iterable[str]]) -> str | None:
@@ -205,24 +184,14 @@ def unknown_variable(environ: Mapping[str, str], options: Mapping[str, Iterable[
     known = {variable(command, option) for command, names in options.items() for option in names}
     known |= {CONFIG_VARIABLE, SECRET_VARIABLE}
     for name in sorted(environ.keys() - known):
-        if name.upper().startswith(_PREFIX):
-            return f"no command reads the variable {name}{suggestion(name, known, _PREFIX)}"
-        # One wrong, missing, further or swapped letter of the prefix leaves its beginning or its end.
-        looks_alike = name[:4].upper() == _PREFIX[:4] or _PREFIX[5:] in name[4:11].upper()
-        if looks_alike and (near := get_close_matches(name.upper(), known, n=2, cutoff=0.9)):
-            return f"no command reads the variable {name}{_hint(near)}"
-    return None
-
-
-def unknown_key(tables: Mapping[str, Any], options: Mapping[str, Iterable[str]]) -> str | None:
-    """Return what is wrong with a table, or a key of one, that no command reads, or None."""
-    for table, values in tables.items():
-        if not isinstance(values, Mapping):
-            return f"{table} belongs into a table, such as [gateway]"
-        if table not in options:
-            return f"no command reads the table [{table}]{suggestion(table, options)}"
-        if unknown := min(values.keys() - set(options[table]), default=None):
-            return f"[{table}] has no option {unknown!r}{suggestion(unknown, options[table])}"
+        hint = suggestion(name, known, _PREFIX)
+        if not name.upper().startswith(_PREFIX):
+            # One wrong, missing, further or swapped letter of the prefix leaves its beginning or its end.
+            looks_alike = name[:4].upper() == _PREFIX[:4] or _PREFIX[5:] in name[4:11].upper()
+            hint = _hint(get_close_matches(name.upper(), known, n=2, cutoff=0.9)) if looks_alike else ""
+            if not hint:
+                continue
+        return f"no command reads the variable {name}{hint}"
     return None
 
 
