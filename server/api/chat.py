@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.endpoint import GenerateEndpoint, PreparedRequest
+from server.api.endpoint import EndpointServices, GenerateEndpoint, PreparedRequest
 from server.api.formatting import (
     ChunkFormatter,
     LazyJson,
@@ -44,7 +44,7 @@ from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
-from server.schema.decoding import invalid, require_json
+from server.schema.decoding import TextLimit, invalid, require_json
 from server.schema.fields import ModelFields, StreamOptions
 from server.schema.intent import ChatIntent, Conversation
 from server.schema.requests import CHAT, RESPONSES, ChatRequest
@@ -77,13 +77,17 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
     prefix: ClassVar[str]
     """The beginning of its answers' ids."""
 
+    def __init__(self, services: EndpointServices) -> None:
+        super().__init__(services)
+        self.dialect = None if self.route == "chat" else self
+
     @abstractmethod
-    async def read(self, body: bytes) -> tuple[RequestT, ChatIntent]:
+    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[RequestT, ChatIntent]:
         """Decode and check a body. Raises ApiError."""
 
-    async def read_to_count(self, body: bytes) -> ChatIntent:
+    async def read_to_count(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
         """Decode and check a body whose prompt is to be counted. Raises ApiError."""
-        return (await self.read(body))[1]
+        return (await self.read(body, limit))[1]
 
     @abstractmethod
     def formatter(self, request: RequestT, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
@@ -91,7 +95,7 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
-            request, intent = await self.read(body)
+            request, intent = await self.read(body, self._models.text_limit)
             ignored = self._services.ignored_tools.take(intent)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
@@ -103,10 +107,12 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
         require_json(http_request.scope["headers"])
         body, identity = await http_request.body(), identity_of(http_request.scope)
         path = http_request.scope["path"].rpartition("/")[0]
-        if (prepared := await self._services.engine_text.prepare(path, body, identity, counts=True)) is not None:
+        if (
+            prepared := await self._services.engine_text.prepare(path, body, identity, dialect=self, counts=True)
+        ) is not None:
             num_tokens, ignored = len(prepared.specs[0].prompt_ids), prepared.ignored
         else:
-            intent = await self.read_to_count(body)
+            intent = await self.read_to_count(body, self._models.text_limit)
             ignored, param = self._services.ignored_tools.take(intent), intent.names.messages
             model = self._model(intent.fields.model, identity)
             rendered = await render_chat(intent.conversation, model)
@@ -121,15 +127,15 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
 class ChatEndpoint(ConversationEndpoint[ChatRequest]):
     route, prefix = "chat", "chatcmpl-"
 
-    async def read(self, body: bytes) -> tuple[ChatRequest, ChatIntent]:
+    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[ChatRequest, ChatIntent]:
         """Read a body of chats, or one of responses: Cursor sends those here, and reads chunks.
 
         Raises InvalidRequestError.
         """
         if not (_INPUT.search(body) and _is_of_responses(body)):
-            request = await CHAT.read(body, self._models.text_limit)
+            request = await CHAT.read(body, limit)
             return request, request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
-        given = await RESPONSES.read(body, self._models.text_limit)
+        given = await RESPONSES.read(body, limit)
         intent = responses_intent(given)
         request = ChatRequest(
             model=given.model,

@@ -42,18 +42,19 @@ PART_BYTES: Final = 1 << 18
 
 
 class EngineText(Protocol):
-    """Requests whose text an engine writes."""
+    """`server.api.engine.text.EngineTexts`."""
 
     async def prepare(
-        self, path: str, body: bytes, identity: Identity, *, counts: bool = False
-    ) -> PreparedRequest | None:
-        """Return the request with its prompt; None if the gateway writes the text. Raises ApiError.
+        self,
+        path: str,
+        body: bytes,
+        identity: Identity,
+        *,
+        dialect: GenerateEndpoint | None = None,
+        counts: bool = False,
+    ) -> PreparedRequest | None: ...
 
-        `counts`: only the prompt is wanted, whatever length the answer should have.
-        """
-
-    async def has_other_template(self, model: ServedModel) -> bool:
-        """Return whether the model's engines render chats otherwise than the gateway."""
+    async def has_other_template(self, model: ServedModel) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +151,8 @@ class GenerateEndpoint(ABC):
     """One generating route: an ASGI app by itself, without Starlette's request and response objects."""
 
     route: ClassVar[str]
+    dialect: GenerateEndpoint | None = None
+    """The route itself, if it makes chats of its bodies for engines."""
 
     def __init__(self, services: EndpointServices) -> None:
         self._services = services
@@ -204,7 +207,7 @@ class GenerateEndpoint(ABC):
         """Prepare a request, also for an engine's text, for the revision that serves now. Raises ApiError."""
         while True:
             with suppress(RevisionGoneError):  # gone while its engine renders the prompt
-                request = await self._services.engine_text.prepare(path, body, identity)
+                request = await self._services.engine_text.prepare(path, body, identity, dialect=self.dialect)
                 return await self.prepare(body, identity) if request is None else request
 
     async def _generations(

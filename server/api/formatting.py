@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 from starlette.responses import Response
 
-from server.errors import ApiError, responses_error
+from server.errors import ApiError
 from server.http.stream import DONE, PING, sse
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.request import Generation
@@ -153,19 +153,6 @@ class ChunkFormatter(ResponseFormatter):
 
 def json_response(value: object, headers: Mapping[str, str] | None = None) -> Response:
     return Response(encode_json(value), media_type="application/json", headers=headers)
-
-
-def broken_response(error: ApiError, response: dict[str, Any], num_events: int) -> bytes:
-    """Return the last events of a stream of responses, and its first if it has none: SDKs and Codex wait for them."""
-    error = responses_error(error)
-    failure = {"code": error.code or error.type, "message": error.message}
-    events: list[dict[str, Any]] = [
-        {"type": "response.created", "response": response},
-        {"type": "error", "param": error.param, **failure},
-        {"type": "response.failed", "response": {**response, "status": "failed", "error": failure}},
-    ]
-    numbered = enumerate(events[1:] if num_events else events, num_events)
-    return b"".join([sse(encode_json(each | {"sequence_number": n}), each["type"]) for n, each in numbered])
 
 
 def response_id(prefix: str) -> str:

@@ -14,7 +14,7 @@ The answer is a list of content blocks, and each step is an event:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from server.request.response import ResponseStream
 from server.request_context import CURRENT
 from server.schema import fields as schema
 from server.schema.blocks import NOT_TEXT
-from server.schema.decoding import decode_text, invalid
+from server.schema.decoding import TextLimit, decode_text, invalid
 from server.schema.intent import ChatIntent, Conversation, FieldNames
 from server.schema.messages import (
     COUNT_TOKENS,
@@ -43,7 +43,7 @@ from server.schema.messages import (
 from server.schema.thoughts import thought_text
 from server.schema.tools import Ignored, ToolMode, ToolName, ToolUse
 from server.schema.wishes import Wishes
-from server.text.output_parser import OutputParser, OutputRules, call_id
+from server.text.output_parser import OutputDelta, OutputParser, OutputRules, call_id
 from server.text.shapes import NOT_JSON
 
 _NAMES: Final = FieldNames(
@@ -58,12 +58,12 @@ _MODES: Final[dict[str, ToolMode]] = {"auto": "auto", "any": "required", "tool":
 class MessagesEndpoint(ConversationEndpoint[MessagesRequest]):
     route, prefix = "messages", "msg_"
 
-    async def read(self, body: bytes) -> tuple[MessagesRequest, ChatIntent]:
-        request = await MESSAGES.read(body, self._models.text_limit)
+    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[MessagesRequest, ChatIntent]:
+        request = await MESSAGES.read(body, limit)
         return request, await messages_intent(request, request.max_tokens or 1)
 
-    async def read_to_count(self, body: bytes) -> ChatIntent:
-        return await messages_intent(await COUNT_TOKENS.read(body, self._models.text_limit))
+    async def read_to_count(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
+        return await messages_intent(await COUNT_TOKENS.read(body, limit))
 
     def formatter(self, request: MessagesRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
         return MessagesFormatter(request, spec.request_id, rules)
@@ -143,7 +143,7 @@ def _part(block: ContentBlock) -> schema.TextPart:
     if block.type not in NOT_TEXT:
         return schema.TextPart(type="text", text=block.text if block.type == "text" else f"Loaded: {block.tool_name}")
     inner = [{"text": part.text} for part in block.content] if isinstance(block.content, list) else block.content
-    return schema.text_part(block.type, block.title, block.source, inner)
+    return schema.text_part(block, inner)
 
 
 def _result(block: ContentBlock) -> str | list[schema.TextPart]:
@@ -206,11 +206,13 @@ class MessagesFormatter(ResponseFormatter):
         self._has_calls = False
         self._waits_for_arguments = False
         self._last: ChoiceDelta | None = None
+        self._call_ids: list[str] = []
+        """Those that an engine has given, of calls that come next."""
 
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> tuple[bytes]:
         content: list[dict[str, Any]] = []
         self._last = choices[0]
-        for kind, text in self._parser.feed(choices[0].text, last=True) if self.shows_output else ():
+        for kind, text in self._read(choices[0]):
             if kind == "arguments":
                 self._waits_for_arguments = False
                 content[-1]["input"] = _input(text)
@@ -227,7 +229,7 @@ class MessagesFormatter(ResponseFormatter):
             events += (_event("message_start", message=self._message(response, [])), self.ping)
         for delta in deltas:
             is_last = delta.finish_reason is not None
-            for kind, text in self._parser.feed(delta.text, last=is_last) if self.shows_output else ():
+            for kind, text in self._read(delta):
                 events += self._block_events(kind, text)
             if is_last:
                 self._last = delta
@@ -242,6 +244,12 @@ class MessagesFormatter(ResponseFormatter):
 
     def error_event(self, error: ApiError) -> bytes:
         return sse(anthropic_error(error, CURRENT.get().request_id)[1], "error")
+
+    def _read(self, delta: ChoiceDelta) -> Sequence[OutputDelta]:
+        """Return the parts of more output, if it is shown."""
+        self._call_ids += delta.call_ids
+        is_last = delta.finish_reason is not None
+        return self._parser.feed(delta.text, last=is_last, parts=delta.parts) if self.shows_output else ()
 
     def _block_events(self, kind: str, text: str) -> Iterator[bytes]:
         if kind == "arguments":
@@ -277,7 +285,7 @@ class MessagesFormatter(ResponseFormatter):
         if kind == "reasoning":
             return {"type": "thinking", "thinking": text if self._shows_thoughts else "", "signature": ""}
         self._has_calls = True
-        return {"type": "tool_use", "id": call_id(), "name": text, "input": {}}
+        return {"type": "tool_use", "id": call_id(self._call_ids), "name": text, "input": {}}
 
     def _message(self, response: ResponseStream, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Final
 
@@ -19,16 +19,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.chat import ConversationEndpoint
-from server.api.formatting import ResponseFormatter, broken_response, chat_logprobs, encode_json
+from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
 from server.api.prompts.items import responses_intent
-from server.errors import ApiError
+from server.errors import ApiError, responses_error
 from server.http.stream import sse
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.response import ResponseStream
-from server.schema.decoding import unsupported
+from server.schema.decoding import TextLimit, unsupported
 from server.schema.intent import ChatIntent
 from server.schema.requests import RESPONSES, ResponsesRequest
-from server.text.output_parser import OutputParser, OutputRules, call_id
+from server.text.output_parser import OutputDelta, OutputParser, OutputRules, call_id
 
 _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _ITEM_TYPES: Final = {"function": "function_call", "custom": "custom_tool_call"}
@@ -39,8 +39,8 @@ class ResponsesEndpoint(ConversationEndpoint[ResponsesRequest]):
     route, prefix = "responses", "resp_"
     counted: ClassVar = {"object": "response.input_tokens"}
 
-    async def read(self, body: bytes) -> tuple[ResponsesRequest, ChatIntent]:
-        request = await RESPONSES.read(body, self._models.text_limit)
+    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[ResponsesRequest, ChatIntent]:
+        request = await RESPONSES.read(body, limit)
         return request, responses_intent(request)
 
     def formatter(self, request: ResponsesRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
@@ -69,6 +69,8 @@ class ResponsesFormatter(ResponseFormatter):
         """The pieces of the open item's text."""
         self._logprobs: list[dict[str, Any]] = []
         """Log probabilities of tokens whose text is not released yet."""
+        self._call_ids: list[str] = []
+        """Those that an engine has given, of calls that come next."""
         self._events: list[bytes] = []
         """Events that are not sent yet."""
         self._num_events = 0
@@ -88,8 +90,15 @@ class ResponsesFormatter(ResponseFormatter):
         return self._take_events()
 
     def error_event(self, error: ApiError) -> bytes:
+        """SDKs and Codex wait for `response.failed`."""
         self._emit_start()
-        return self._take_events() + broken_response(error, self._response(None), self._num_events)
+        error = responses_error(error)
+        failure = {"code": error.code or error.type, "message": error.message}
+        fields = {"type": "error", "sequence_number": self._num_events, "param": error.param, **failure}
+        self._events.append(sse(encode_json(fields), "error"))
+        self._num_events += 1
+        self._emit("failed", response=self._response(None) | {"status": "failed", "error": failure})
+        return self._take_events()
 
     def _emit_start(self) -> None:
         if not self._num_events:
@@ -114,16 +123,20 @@ class ResponsesFormatter(ResponseFormatter):
     def _add(self, delta: ChoiceDelta) -> None:
         """Add text token by token where there are log probabilities: items must not depend on how deltas are cut."""
         is_last, begin = delta.finish_reason is not None, self._parser.num_chars
+        self._logprobs += delta.logprobs
+        self._call_ids += delta.call_ids
         bounds = [0, *(entry.start - begin for entry in delta.entries[1:]), len(delta.text)]
         for at, (start, end) in enumerate(pairwise(bounds), 1):
             is_end = is_last and at == len(bounds) - 1
-            self._add_piece(delta.text[start:end], delta.entries[at - 1 : at], is_last=is_end)
+            self._add_piece(delta.text[start:end], delta.entries[at - 1 : at], delta.parts, is_last=is_end)
         if is_last:
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
             self._close("incomplete" if self._parser.is_cut_at(delta.stop_reason) else self._status)
 
-    def _add_piece(self, piece: str, entries: Sequence[TokenEntry], *, is_last: bool) -> None:
-        parsed = self._parser.feed(piece, last=is_last)
+    def _add_piece(
+        self, piece: str, entries: Sequence[TokenEntry], parts: Sequence[OutputDelta], *, is_last: bool
+    ) -> None:
+        parsed = self._parser.feed(piece, last=is_last, parts=parts)
         shown = [entry for entry in entries if entry.start >= self._parser.answer_start]  # not of the reasoning
         self._logprobs += chat_logprobs(self._token_bytes, shown, self._request.num_top_logprobs or 0)
         for kind, text in parsed:
@@ -142,7 +155,9 @@ class ResponsesFormatter(ResponseFormatter):
                     name = self._rules.client_name(text)
                     space = {} if name.namespace is None else {"namespace": name.namespace}
                     key = "input" if name.kind == "custom" else "arguments"
-                    self._begin(_ITEM_TYPES[name.kind], name=name.name, call_id=call_id(), **{key: ""}, **space)
+                    self._begin(
+                        _ITEM_TYPES[name.kind], name=name.name, call_id=call_id(self._call_ids), **{key: ""}, **space
+                    )
                 case "arguments" | "input":
                     self._emit_in_item(f"{_CALL_EVENTS[self._items[-1]['type']]}.delta", delta=text)
             if kind != "call":
@@ -212,12 +227,12 @@ class ResponsesFormatter(ResponseFormatter):
             "safety_identifier": request.safety_identifier,
             "service_tier": "default",
             "store": False,
-            "temperature": self._sampling.temperature,
+            "temperature": self._sampling.temperature if request.temperature is None else request.temperature,
             "text": {"format": _without_nulls(text_format) if text_format is not None else {"type": "text"}},
             "tool_choice": _without_nulls(request.tool_choice) or "auto",
             "tools": [_echoed(tool) for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
-            "top_p": self._sampling.top_p,
+            "top_p": self._sampling.top_p if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": _usage(stream) if stream is not None else None,
             "user": request.user,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from server.request.hints import NO_HINTS, RoutingHints
 from server.request_context import CURRENT
 from server.router.types import RouteRequest, short_key
 from server.text.detokenizer import Detokenizer, TextRules
+from server.text.output_parser import OutputDelta
 from worker.common.capabilities import needs_of
 from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
 
@@ -118,6 +119,12 @@ class ChoiceDelta(Struct, eq=False):
     """The stop string, or the id of the stop token, that ended the choice (vLLM's extension)."""
     event: bytes = b""
     """An event of the engine's own API, instead of everything else."""
+    parts: Sequence[OutputDelta] = ()
+    """Parts that an engine has read of its model's text, instead of the text."""
+    call_ids: Sequence[str] = ()
+    """The engine's ids of the calls that begin in `parts`."""
+    logprobs: Sequence[Any] = ()
+    """The engine's log probabilities, as a chat has them."""
 
 
 class Choice:

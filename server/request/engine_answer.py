@@ -1,13 +1,14 @@
 """The answer of an engine that writes the text itself: its events, less what the client did not ask for.
 
     data of an event -> ids of the gateway -> without token ids and usage, unless asked for -> the client
+                     -> parts of the answer -> the writer of another API -> the client
 
 When a worker is lost, the answer decides whether another can continue it:
 
     nothing sent                                     from the prompt, at any worker
     one choice, only plain content                   with the token ids whose text was sent, within the numerics class
     text of the last event's tokens is kept back     an error
-    reasoning, calls, several choices, other APIs    an error
+    reasoning, calls, several choices                an error
 
 Source: docs/architecture/engine_text.md.
 """
@@ -23,6 +24,7 @@ from msgspec import Raw
 from server.errors import WorkerLostError
 from server.request.choice import Choice, ChoiceDelta, StopReason
 from server.request.engine_text_request import EngineTextRequest
+from server.text.output_parser import OutputDelta, call_id
 from server.text.tokenizer import Tokenizer
 from server.workers.connection import WorkerLost
 from worker.wire import Tokens
@@ -67,7 +69,7 @@ class EngineAnswer:
 
     def reset(self) -> None:
         """Forget everything: nothing has been sent."""
-        self._pending: list[bytes] = []
+        self._pending: list[ChoiceDelta] = []
         self._held: list[dict[str, Raw]] = []
         """The event that ends the choice. It waits for the usage, whose fingerprint it gets."""
         self._is_plain = self._request.is_resumable
@@ -80,6 +82,7 @@ class EngineAnswer:
         self._shows_all = True
         self.num_output_tokens = 0
         """Those that the engine has counted at its end. Before that, the events with output, if it gives no ids."""
+        self.num_reasoning_tokens = 0
         self.num_prompt_tokens = 0
         """As the engine has counted them. The only count for an answer without text."""
 
@@ -99,8 +102,11 @@ class EngineAnswer:
             choices[0].output_ids = choices[0].output_ids[: self._num_shown_ids]
 
     def take_deltas(self) -> list[ChoiceDelta]:
-        events, self._pending = self._pending, []
-        return [ChoiceDelta(0, "", [], [], None, event=event) for event in events]
+        deltas, self._pending = self._pending, []
+        return deltas
+
+    def _pass(self, fields: dict[str, Raw]) -> None:
+        self._pending.append(ChoiceDelta(0, "", [], [], None, event=_encode(fields)))
 
     def take(self, data: bytes, ids: Sequence[int]) -> None:
         """Take an event, behind the output tokens `ids` of the first choice. Raises WorkerLost."""
@@ -112,12 +118,14 @@ class EngineAnswer:
     def _take(self, data: bytes, ids: Sequence[int]) -> None:
         fields = _fields_of(data)
         if "choices" not in fields:
-            self._is_plain = False
-            self.num_output_tokens += "delta" in fields
             self._count(fields)
-            self._pending.append(self._named(data, fields))
+            self._pass(self._with_head(fields))
             return
         request, choices = self._request, _choices_of(fields["choices"])
+        if request.is_read:
+            self._count(fields)
+            self._pending += [_read(choice) for choice in choices if self._keep(choice, ids)]
+            return
         fields = self._with_head(fields)
         if (self._is_rest or not request.shows_ids) and "prompt_token_ids" in fields:
             fields["prompt_token_ids"] = _NULL
@@ -135,17 +143,7 @@ class EngineAnswer:
         if is_last and request.has_usage and not request.shows_usage:
             self._held.append(fields)
         else:
-            self._pending.append(_encode(fields))
-
-    def _named(self, data: bytes, fields: dict[str, Raw]) -> bytes:
-        """Return an event or an answer of another API with its id and the client's name of the model."""
-        if "model" in fields or self._request.call.pools:
-            return _encode(self._with_head(fields))
-        for part in ("message", "response"):
-            inner = _fields_of(fields[part]) if bytes(fields.get(part, b""))[:1] == b"{" else {}
-            if "model" in inner:
-                return _encode(fields | {part: Raw(_encode(self._with_head(inner)))})
-        return data
+            self._pass(fields)
 
     def _with_head(self, fields: dict[str, Raw]) -> dict[str, Raw]:
         return fields | {name: value for name, value in self._request.head.items() if name in fields}
@@ -184,16 +182,14 @@ class EngineAnswer:
         for held in self._held:
             if "system_fingerprint" in fields:
                 held["system_fingerprint"] = fields["system_fingerprint"]
-            self._pending.append(_encode(held))
+            self._pass(held)
         self._held = []
         if self._request.shows_usage:
-            self._pending.append(_encode(fields))
+            self._pass(fields)
 
     def _count(self, fields: dict[str, Raw]) -> None:
         """Read the usage, and count the tokens of a resumed answer as output."""
         usage = _value_of(fields["usage"]) if "usage" in fields else None
-        if usage is None and "response" in fields:
-            usage = _value_of(fields["response"]).get("usage")
         if not isinstance(usage, dict):
             return
         if self._num_resumed:
@@ -204,8 +200,28 @@ class EngineAnswer:
             fields["usage"] = Raw(_encode(usage))
         if isinstance(num_tokens := usage.get("prompt_tokens"), int):
             self.num_prompt_tokens = num_tokens
-        num_tokens = usage.get("completion_tokens", usage.get("output_tokens"))
+        num_tokens, details = usage.get("completion_tokens"), usage.get("completion_tokens_details")
         self.num_output_tokens = num_tokens if isinstance(num_tokens, int) else 0
+        self.num_reasoning_tokens = (details or {}).get("reasoning_tokens") or 0
+
+
+def _read(choice: dict[str, Raw]) -> ChoiceDelta:
+    """Return the parts of a chat's choice, of a stream or whole."""
+    message = _value_of(choice["delta"] if "delta" in choice else choice["message"])
+    parts, ids = [OutputDelta("reasoning", message.get("reasoning") or message.get("reasoning_content") or "")], []
+    parts.append(OutputDelta("content", message.get("content") or ""))
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        if name := function.get("name"):
+            parts.append(OutputDelta("call", name))
+            ids.append(call.get("id") or call_id())
+        parts.append(OutputDelta("arguments", function.get("arguments") or ""))
+    reason: StopReason | None = None
+    if _has(choice, "finish_reason"):
+        reason = "length" if bytes(choice["finish_reason"]) == b'"length"' else "stop"
+    logprobs = _value_of(choice["logprobs"]).get("content") if _has(choice, "logprobs") else None
+    stop = _value_of(choice.get("stop_reason", _NULL))
+    return ChoiceDelta(0, "", [], [], reason, stop, parts=parts, call_ids=ids, logprobs=logprobs or ())
 
 
 def _has(fields: dict[str, Raw], name: str) -> bool:

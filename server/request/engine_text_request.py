@@ -11,6 +11,8 @@ class EngineTextRequest(Struct, frozen=True, eq=False, kw_only=True):
     """A client's request for the engine's own text, and what it asked for of the answer."""
 
     call: EngineCall
+    is_read: bool = False
+    """The gateway reads the chat's events, and writes those of another API."""
     head: dict[str, Raw]
     """Fields of each event that have the gateway's values: id, created, model."""
     shows_usage: bool

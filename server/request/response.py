@@ -171,8 +171,13 @@ class ResponseStream:
 
 
 def _num_reasoning_tokens(generation: Generation) -> int:
-    """Return the output tokens up to the one that ends the model's reasoning; all of an answer cut within it."""
+    """Return the output tokens up to the one that ends the model's reasoning; all of an answer cut within it.
+
+    An engine that writes the text counts them.
+    """
     spec, num_tokens = generation.spec, 0
+    if generation.answer is not None:
+        return generation.answer.num_reasoning_tokens
     if (end := spec.end_of_thought_id) is None:
         return 0
     start = list(spec.start_of_thought_ids)

@@ -8,12 +8,12 @@ RequestFields            the fields of every route that runs a model
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
-from server.schema.blocks import NOT_TEXT, block_text
+from server.schema.blocks import NOT_TEXT, NULL, block_text
 from server.schema.decoding import invalid, unsupported
 from server.schema.thoughts import PART_TYPES, thought_text
 
@@ -46,7 +46,9 @@ class TextPart(Struct, kw_only=True):
     reasoning_content: Any = None
     summary: Any = None
     title: Any = None
-    source: Any = None
+    source: Raw = NULL
+    image_url: Raw = NULL
+    detail: Any = None
     content: Any = None
 
     @property
@@ -56,25 +58,37 @@ class TextPart(Struct, kw_only=True):
         return self.type in _TEXT_TYPES and self.text is not None
 
 
+class MediaPart(Protocol):
+    """A part of any API that a model of text cannot read."""
+
+    type: str
+    title: Any
+    source: Raw
+    image_url: Raw
+    detail: Any
+
+
 class LeftOut(TextPart, kw_only=True):
     """A line for a part that a model of text cannot read."""
 
     kind: str
+    part: MediaPart
+    """The client's."""
 
 
 def as_text(parts: list[TextPart]) -> list[TextPart]:
     """Return checked parts, each as text."""
     if not any(part.type in NOT_TEXT for part in parts):
         return parts
-    return [
-        text_part(part.type, part.title, part.source, part.content) if part.type in NOT_TEXT else part for part in parts
-    ]
+    return [text_part(part, part.content) if part.type in NOT_TEXT else part for part in parts]
 
 
-def text_part(kind: str, title: object, source: object, content: object) -> TextPart:
-    """Return the text for a part of one of the types `NOT_TEXT`."""
-    text, is_whole = block_text(kind, title, source, content)
-    return TextPart(type="text", text=text) if is_whole else LeftOut(type="text", text=text, kind=kind)
+def text_part(part: MediaPart, content: object) -> TextPart:
+    """Return the text for a part of one of the types `NOT_TEXT`. `content`: its parts."""
+    text, is_whole = block_text(part.type, part.title, part.source, content)
+    if is_whole:
+        return TextPart(type="text", text=text)
+    return LeftOut(type="text", text=text, kind=part.type, part=part)
 
 
 class FunctionCall(Struct, kw_only=True):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from server.schema.blocks import NOT_TEXT
+from server.schema.blocks import NOT_TEXT, NULL
 from server.schema.decoding import invalid, unsupported
 from server.schema.fields import MAX_TOOLS, Count, ModelFields, PositiveCount, Probability, check_stops
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
@@ -45,7 +45,9 @@ class ContentBlock(Struct, kw_only=True):
     content: str | list[ContentBlock] | dict[str, Any] | None = None
     tool_name: str | None = None
     title: str | None = None
-    source: Any = None
+    source: msgspec.Raw = NULL
+    image_url: msgspec.Raw = NULL
+    detail: Any = None
     is_error: bool | None = None
     cache_control: Any = None
 

@@ -27,6 +27,7 @@ ToolMode = Literal["none", "auto", "required", "named"]
 ToolKind = Literal["function", "custom"]
 INPUT: Final = "input"
 """The one argument of a custom tool."""
+_PAYLOAD: Final = "The freeform text payload for this tool."  # as vLLM describes it
 _MAX_MODEL_NAME: Final = 64  # OpenAI's limit for a function's name
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _NAME_WITHIN: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -119,7 +120,7 @@ class ToolSpec:
         given = self.definition
         parts, parameters = [self.preface, given.description or ""], given.parameters
         if self.name.kind == "custom":
-            text: dict[str, Any] = {"type": "string"}
+            text: dict[str, Any] = {"type": "string", "description": _PAYLOAD}
             if self.grammar is not None:
                 parts.append(f"`{INPUT}` is text of this {self.grammar.syntax} grammar:\n{self.grammar.definition}")
                 if self.grammar.syntax == "regex":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
@@ -101,8 +101,13 @@ class OutputParser(TextReader):
         self._deltas: list[OutputDelta] = []
         self._reading = self._answer()
 
-    def feed(self, text: str, *, last: bool) -> list[OutputDelta]:
-        """Return the deltas of more text. Neighbours differ in kind. No text may follow the last."""
+    def feed(self, text: str, *, last: bool, parts: Iterable[OutputDelta] = ()) -> list[OutputDelta]:
+        """Return the deltas of more text. Neighbours differ in kind. No text may follow the last.
+
+        `parts`: what an engine has read of its model's text, instead of the text.
+        """
+        for part in parts:
+            self.emit(*part)
         self.text += text
         self.ended = last
         self.num_chars += len(text)
@@ -210,7 +215,10 @@ class OutputParser(TextReader):
         self._append("arguments", escapes.feed("", last=True))
 
 
-def call_id() -> str:
+def call_id(given: list[str] | None = None) -> str:
+    """Return the id of a call, the next one of those given if there are any."""
+    if given:
+        return given.pop(0)
     return "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_CHARS))
 
 

@@ -247,7 +247,7 @@ def _joined(first: Turn, second: Turn, thoughts: str) -> Turn:
         both["content"] = "\n\n".join(contents)
     else:
         both["content"] = [part for content in contents for part in _parts(content)]
-    for name in ("tool_calls", "own", thoughts):  # `own`: see server/api/engine/shapes.py
+    for name in ("tool_calls", thoughts):
         given = [each[name] for each in (first, second) if each.get(name)]
         if given and (name == thoughts or all(isinstance(items, list) for items in given)):
             both[name] = "\n".join(map(str, given)) if name == thoughts else [item for items in given for item in items]

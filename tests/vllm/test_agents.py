@@ -87,6 +87,11 @@ def usage(answer: httpx.Response) -> tuple[int, int]:
     return counts["prompt_tokens"] or counts["input_tokens"], counts["cached_tokens"]
 
 
+def may_be_rendered(body: Mapping[str, Any]) -> bool:
+    """Return whether a body has thoughts, for which there are no probes."""
+    return '"thinking", "thinking"' in json.dumps(body) or '"type": "reasoning"' in json.dumps(body)
+
+
 @pytest.mark.parametrize("agent", AGENTS)
 def test_agents(agent: str, fleet: Fleet) -> None:
     """Each request is answered, and finds what it finds at the built-in worker, in blocks of the engine."""
@@ -105,11 +110,11 @@ def test_agents(agent: str, fleet: Fleet) -> None:
             assert difference <= 1 + num_tokens // 100, (name, path)
             assert num_cached - cached < BLOCK_SIZE + difference, (name, path, num_tokens)
             is_rendered = fleet.num_rendered(name) > before
-            assert is_rendered or (name, path) == ("ids", CHAT_PATH)
-            if (name, path) == ("ids", CHAT_PATH):
+            assert is_rendered or name == "ids"
+            if name == "ids":
                 num_chats, num_rendered = num_chats + 1, num_rendered + is_rendered
-    print(f"{agent}: {num_rendered} of {num_chats} chats rendered by the engine that may get ids")
-    assert not num_rendered
+                assert not is_rendered or may_be_rendered(body), path
+    print(f"{agent}: {num_rendered} of {num_chats} prompts rendered by the engine that may get ids")
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, "/v1/messages", "/v1/responses"])
@@ -161,7 +166,7 @@ def test_control_tokens_of_clients(fleet: Fleet) -> None:
         assert want.status_code == 200, (field, want.text)
         for name in fleet.engines:
             answer = fleet.post(name, path, short(body), {})
-            if (name, path) == ("ids", CHAT_PATH):
+            if name == "ids":
                 assert answer.status_code == 200, (field, answer.text)
                 assert usage(answer)[0] == usage(want)[0], field
             else:

@@ -1,6 +1,6 @@
 """Agents' streams under engines that are killed at random moments: each is whole and right, or ends with an error.
 
-Completions go on at the other engine; thoughts, calls and events of other APIs do not.
+Plain content goes on at the other engine; thoughts and calls do not.
 `pytest -m vllm -k two_hundred tests/vllm/test_lost_streams.py` runs 200 of them, in 20 minutes.
 """
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from server.api.formatting import encode_json
-from server.errors import RESPONSES_PATH, ApiError, InvalidRequestError
+from server.errors import ApiError, InvalidRequestError
 from server.event_loop import Steps, run_sliced
 from server.models.served_model import ServedModel
 from server.schema.decoding import unsupported
@@ -29,9 +29,9 @@ from server.text.control_tokens import any_of, replaced_by_part
 from server.text.tokenizer import Tokenizer
 from worker.wire import EngineCall, Rendered
 
-UNREAD: Final = frozenset({"model", "stop", "stop_sequences", "structured_outputs", "user", "metadata", "cache_salt"})
+UNREAD: Final = frozenset({"model", "stop", "structured_outputs", "user", "metadata", "cache_salt"})
 """Fields of a body that no prompt has."""
-LENGTHS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "truncate_prompt_tokens")
+LENGTHS: Final = ("max_tokens", "max_completion_tokens", "min_tokens", "truncate_prompt_tokens")
 """Fields that would refuse or cut a prompt of another length."""
 _IN_NAMES: Final = re.compile(r"[\w\s./-]", re.ASCII)
 _SAFE: Final = "0"
@@ -70,8 +70,7 @@ def _check_template(body: dict[str, Any]) -> None:
 def _with_any_length(call: EngineCall, body: dict[str, Any]) -> EngineCall:
     """Return a call of a body that asks for one token, so that a slightly longer prompt fits too."""
     kept = {name: value for name, value in body.items() if name not in LENGTHS}
-    length = "max_output_tokens" if call.path == RESPONSES_PATH else "max_tokens"
-    return msgspec.structs.replace(call, body=encode_json(kept | {length: 1}))
+    return msgspec.structs.replace(call, body=encode_json(kept | {"max_tokens": 1}))
 
 
 def _control(rendered: Rendered, control_ids: Collection[int | None]) -> list[list[int]]:

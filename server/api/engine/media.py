@@ -7,7 +7,6 @@ Two different videos have equal placeholders, so the gateway would take their pr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -15,9 +14,8 @@ import msgspec
 from msgspec import Raw
 
 from server.api.formatting import encode_json
-from server.api.prompts.images import base64_image_name, first_char, image_name
+from server.api.prompts.images import first_char, image_name
 from server.config import GatewayConfig
-from server.errors import MESSAGES_PATH, RESPONSES_PATH
 from server.event_loop import Steps
 from server.schema.blocks import MEDIA
 from server.schema.decoding import invalid, unsupported
@@ -25,16 +23,11 @@ from worker.common.chat_probes import BLACK_PNG
 from worker.wire import EngineCall
 
 CHAT_PATH: Final = "/v1/chat/completions"
-_IMAGE_TYPES: Final[Mapping[str, frozenset[str | None]]] = {
-    CHAT_PATH: frozenset({None, "image_url", "input_image"}),
-    RESPONSES_PATH: frozenset({"input_image"}),
-    MESSAGES_PATH: frozenset({"image"}),
-}
-"""Types of parts that are images, by the route."""
+_IMAGE_TYPES: Final = (None, "image_url", "input_image")
+"""Types of parts of chats that are images."""
 _SCORED: Final = ("query", "queries", "documents", "items", "data_1", "data_2", "text_1", "text_2")
 """Fields of scores and ranks that may hold parts."""
-_IMAGE_KEYS: Final = frozenset({"image", "image_url", "input_image"})
-_MEDIA_TYPE: Final = re.compile(r"[\w.+/-]{1,80}", re.ASCII)
+_IMAGE_KEYS: Final = frozenset({"image_url", "input_image"})
 _PROCESSING: Final = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields of bodies by which a client could make images of any size out of small ones."""
 _NULL: Final = Raw(b"null")
@@ -53,10 +46,9 @@ class Image(NamedTuple):
     """Its part of the body. Its bytes are `Raw`."""
 
     def only_in(self, call: EngineCall) -> EngineCall:
-        """Return a call of the same API with only this image, to find out whether the engine can read it."""
+        """Return a call with only this image, to find out whether the engine can read it."""
         turns = [{"role": "user", "content": [self.part]}]
-        body = {"input": turns} if call.path == RESPONSES_PATH else {"messages": turns, "max_tokens": 1}
-        return EngineCall(call.path, encode_json(body))
+        return EngineCall(call.path, encode_json({"messages": turns, "max_tokens": 1}))
 
 
 class Media(NamedTuple):
@@ -75,7 +67,7 @@ def read_media(fields: Mapping[str, Raw], path: str, rules: GatewayConfig | None
     Raises InvalidRequestError for a medium that is not served, in the prompt or as the answer.
     """
     reader, found = _Reader(path, rules, salt), {}
-    for name in _SCORED if path in ("/score", "/rerank") else ("messages", "input", "system"):
+    for name in _SCORED if path in ("/score", "/rerank") else ("messages", "input"):
         if name in fields and (value := (yield from reader.value(fields[name], name))) is not None:
             found[name] = value
     for name in ("prompt_embeds", "audio"):
@@ -95,7 +87,7 @@ class _Reader:
     def __init__(self, path: str, rules: GatewayConfig | None, salt: bytes) -> None:
         self.images: list[Image] = []
         self.num_bytes = 0
-        self._types = _IMAGE_TYPES.get(path, frozenset())
+        self._types = _IMAGE_TYPES if path == CHAT_PATH else ()
         self._rules = rules
         self._salt = salt
 
@@ -137,42 +129,25 @@ class _Reader:
         """Check an image. Return its part with the image's name."""
         if len(self.images) == rules.max_images:
             raise invalid(param, f"is one image too many: send at most {rules.max_images} in a request")
-        key = "source" if "image" in self._types else "image_url"  # `image` is the type of the Messages API
-        param = f"{param}.{key}"
-        raw = part.get(key, _NULL)
+        param = f"{param}.image_url"
+        raw = part.get("image_url", _NULL)
         inner = _dict_of(raw) if first_char(raw) == "{" else None
-        new = {name: _value_of(item) for name, item in part.items() if name != key}
-        if key == "image_url":
-            new["type"] = new.get("type") or "image_url"
-            url = raw if inner is None else inner.get("url", _NULL)
-            new["uuid"] = yield from image_name(url, param, rules, self._salt)
-            new[key] = url if inner is None else {**_others(inner, "url"), "url": url}
-        else:
-            new[key], url = yield from self._source(inner or {}, param, rules)
+        new = {name: _value_of(item) for name, item in part.items() if name != "image_url"}
+        new["type"] = new.get("type") or "image_url"
+        url = raw if inner is None else inner.get("url", _NULL)
+        new["uuid"] = yield from image_name(url, param, rules, self._salt)
+        new["image_url"] = url if inner is None else {**_others(inner, "url"), "url": url}
         self.num_bytes += len(memoryview(url))
         self.images.append(Image(param, new))
         return new
 
-    def _source(self, source: dict[str, Raw], param: str, rules: GatewayConfig) -> Steps[tuple[dict[str, Any], Raw]]:
-        """Check the source of an image of the Messages API, which has no field for a name: the engine makes one."""
-        kind = _value_of(source["type"]) if "type" in source else None
-        if kind not in ("base64", "url"):
-            raise unsupported(f"{param}.type", "must be `base64` or `url`")
-        media_type = _value_of(source.get("media_type", Raw(b'"image/png"')))
-        if not isinstance(media_type, str) or not _MEDIA_TYPE.fullmatch(media_type):
-            raise invalid(f"{param}.media_type", "must be the type of an image, as `image/png`")
-        key = "data" if kind == "base64" else "url"
-        value = source.get(key, _NULL)
-        yield from (base64_image_name if kind == "base64" else image_name)(value, param, rules, self._salt)
-        return {**_others(source, key), key: value}, value
 
-
-def with_small_images(value: Any, name: str = "") -> Any:
+def with_small_images(value: Any) -> Any:
     """Return a decoded body with a small image for each `Raw` one: the prompt's text is the same."""
     if isinstance(value, Raw):
-        return Raw(encode_json(BLACK_PNG if name == "data" else f"data:image/png;base64,{BLACK_PNG}"))
+        return Raw(encode_json(f"data:image/png;base64,{BLACK_PNG}"))
     if isinstance(value, dict):
-        return {key: with_small_images(item, key) for key, item in value.items()}
+        return {key: with_small_images(item) for key, item in value.items()}
     return [with_small_images(item) for item in value] if isinstance(value, list) else value
 
 

@@ -32,7 +32,7 @@ _NOT_IN_PROMPT: Final = frozenset(
         *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "bad_words"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "prompt_logprobs"),
         *("return_token_ids", "parallel_tool_calls", "allowed_token_ids", "structured_outputs", "skip_special_tokens"),
-        *("include_stop_str_in_output", "spaces_between_special_tokens"),
+        *("include_stop_str_in_output", "spaces_between_special_tokens", "thinking_token_budget"),
     }
 )
 """Fields of a body that do not change the prompt."""

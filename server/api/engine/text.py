@@ -10,6 +10,7 @@ Source: docs/architecture/engine_text.md.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 import time
@@ -23,29 +24,29 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from cache.records import Candidate
-from server.api.endpoint import EngineText, PreparedRequest
+from server.api.chat import ConversationEndpoint
+from server.api.endpoint import GenerateEndpoint, PreparedRequest
+from server.api.engine.chats import chat_of, keep_images
 from server.api.engine.control import LENGTHS, check_control_tokens
 from server.api.engine.media import CHAT_PATH, Media, read_media, with_small_images
 from server.api.engine.prompts import EnginePrompts
-from server.api.engine.shapes import LEADS, TEXTS, EngineShapes
-from server.api.formatting import ResponseFormatter, broken_response, decoded, encode_json, response_id
+from server.api.engine.shapes import EngineShapes
+from server.api.formatting import ResponseFormatter, decoded, encode_json, response_id
 from server.api.pooling import ENGINE_PATHS, head_of
-from server.api.prompts.client_lines import body_without_line
+from server.api.prompts.client_lines import body_without_line, conversation_without_line
 from server.api.prompts.ignored_tools import IgnoredTools
 from server.api.prompts.images import with_images
 from server.api.prompts.params import choice_seeds, new_spec
 from server.auth.identity import Identity, request_salt
 from server.config import GatewayConfig
 from server.errors import (
-    MESSAGES_PATH,
-    RESPONSES_PATH,
     ApiError,
+    ContextLengthError,
     InternalError,
     InvalidRequestError,
     NotFoundError,
     RevisionGoneError,
     UnavailableError,
-    anthropic_error,
 )
 from server.event_loop import run_sliced
 from server.http.stream import DONE, sse
@@ -59,9 +60,11 @@ from server.request_context import CURRENT, trace_stage
 from server.router.queue import PAUSE_S
 from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
 from server.schema.field_table import IGNORED, REFUSED_FIELDS, SENT_FIELDS, SENT_XARGS
-from server.schema.fields import RequestFields, StreamOptions
+from server.schema.fields import ModelFields, RequestFields, StreamOptions
+from server.schema.intent import ChatIntent
 from server.schema.requests import CompletionRequest
 from server.schema.wishes import WORDS
+from server.text.output_parser import OutputRules
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
@@ -75,7 +78,7 @@ MAX_CHOICES: Final = 16_384
 """More are left to the engine to refuse."""
 MAX_RENDER_ATTEMPTS: Final = 3  # as many workers may be lost
 _PREFIXES: Final = {
-    **{CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-", RESPONSES_PATH: "resp_", MESSAGES_PATH: "msg_"},
+    **{CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-"},
     **dict.fromkeys(POOLING_PATHS, "pool-"),
 }
 """The beginnings of answers' ids, by the engine's route."""
@@ -117,7 +120,6 @@ class _Known(Struct):
     return_token_ids: bool | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
-    metadata: Any = None
 
     @property
     def affinity_key(self) -> str | None:
@@ -137,12 +139,19 @@ class _EngineBody(NamedTuple):
     media: Media
     error: msgspec.ValidationError | None
     """Why the known fields could not be read: the engine refuses them in its own words."""
+    request: ModelFields | None
+    """The client's body, if it is of another API than the engine's route."""
+    intent: ChatIntent | None
+    ignored: str
+    """Names of the parts that are left out, for a header."""
+    prefix: str
+    """The beginning of the answer's id."""
 
 
 _known_of: Final = msgspec.json.Decoder(_Known, strict=False).decode
 
 
-class EngineTexts(EngineText):
+class EngineTexts:
     """Prepares the requests whose text an engine writes. Owned by the gateway."""
 
     def __init__(
@@ -158,36 +167,61 @@ class EngineTexts(EngineText):
         self._shapes = EngineShapes(self._prompts, is_strict=config.strict_template)
 
     async def prepare(
-        self, path: str, body: bytes, identity: Identity, *, counts: bool = False
+        self,
+        path: str,
+        body: bytes,
+        identity: Identity,
+        *,
+        dialect: GenerateEndpoint | None = None,
+        counts: bool = False,
     ) -> PreparedRequest | None:
-        """Render a body's prompt and apply the gateway's own rules."""
-        path = ENGINE_PATHS.get(path, path)
+        """Return the request with its prompt; None if the gateway writes the text. Raises ApiError.
+
+        `dialect` reads the body as a chat, and writes the answer. None: the engine has this API.
+        `counts`: only the prompt is wanted, whatever length the answer should have.
+        """
+        assert dialect is None or isinstance(dialect, ConversationEndpoint)
+        path = ENGINE_PATHS.get(path, path) if dialect is None else CHAT_PATH
         if not self._models.has_engine_text or path not in _PREFIXES:
             return None
         with trace_stage("validate"):
-            asked = await self._read(path, body, identity, counts=counts)
+            asked = await self._read(path, body, identity, dialect, counts=counts)
         if asked is None:
             return None
-        sent, ignored = await self._repaired(asked)
-        left_out = [name for name, value in asked.fields.items() if _is_left_out(path, name, value)]
-        ignored = ", ".join(filter(None, [ignored, *self._ignored_tools.named(left_out)]))
-        call = EngineCall(path, encode_json(sent), bool(asked.known.stream) and path not in POOLING_PATHS)
-        if asked.error is not None and call.pools:
-            raise located(str(asked.error))
-        rendered = None
-        if not call.pools:
-            with trace_stage("tokenise"):
-                rendered = await self._prompt(call, sent, asked)
-            if len(rendered.prompts) != 1:
-                raise unsupported("prompt", "takes one prompt where the engine writes the text: send several requests")
+        with _naming(asked.intent, asked.model):
+            sent, ignored = await self._repaired(asked)
+            left_out = [name for name, value in asked.fields.items() if _is_left_out(path, name, value)]
+            ignored = ", ".join(filter(None, [asked.ignored, ignored, *self._ignored_tools.named(left_out)]))
+            call = EngineCall(path, encode_json(sent), bool(asked.known.stream) and path not in POOLING_PATHS)
+            if asked.error is not None and call.pools:
+                raise located(str(asked.error))
+            rendered = None
+            if not call.pools:
+                with trace_stage("tokenise"):
+                    rendered = await self._prompt(call, sent, asked)
+                if len(rendered.prompts) != 1:
+                    why = "takes one prompt where the engine writes the text: send several requests"
+                    raise unsupported("prompt", why)
+        if rendered is not None and asked.intent is not None and asked.intent.max_tokens is not None:
+            able = self._able(asked.model, _needs(asked.model, path, has_images=bool(asked.media.images)))
+            longest = max([each.member.max_model_len for each in able], default=asked.model.max_model_len)
+            num_tokens = max(1, min(asked.intent.max_tokens, longest - len(rendered.prompts[0])))
+            asked.known.max_tokens = num_tokens
+            call = replace(call, body=encode_json(sent | {"max_completion_tokens": num_tokens}))
         spec = _spec(call, asked, identity, rendered)
-        return PreparedRequest((spec,), EngineFormatter(path, spec.request_id), call.streams, ignored)
+        if dialect is None or asked.intent is None or asked.request is None:
+            return PreparedRequest((spec,), EngineFormatter(), call.streams, ignored)
+        rules = OutputRules(client_names=asked.intent.tool_set.names, parallel=asked.intent.parallel_tool_calls)
+        return PreparedRequest((spec,), dialect.formatter(asked.request, spec, rules), call.streams, ignored)
 
     async def has_other_template(self, model: ServedModel) -> bool:
+        """Return whether the model's engines render chats otherwise than the gateway."""
         engines = {each.member.chat_probes for each in self._able(model, _needs(model, CHAT_PATH))}
         return bool(engines) and not await self._prompts.shares_template(engines, model)
 
-    async def _read(self, path: str, body: bytes, identity: Identity, *, counts: bool) -> _EngineBody | None:
+    async def _read(
+        self, path: str, body: bytes, identity: Identity, dialect: ConversationEndpoint[Any] | None, *, counts: bool
+    ) -> _EngineBody | None:
         """Decode and check a body. None: the gateway writes the text itself. Raises ApiError."""
         limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
         name = (await read_json(body, head_of, lambda: with_images(limit(), self._config))).model
@@ -197,36 +231,51 @@ class EngineTexts(EngineText):
             return None
         if not self._models.engine_writes(path, model):
             return None
-        rules = self._config if {path, IMAGES} <= model.facts.capabilities and path in TEXTS else None
-        with _decoding():
+        rules = self._config if {path, IMAGES} <= model.facts.capabilities and path == CHAT_PATH else None
+        request, intent, ignored, prefix = None, None, "", _PREFIXES[path]
+        if dialect is not None:
+            with_room = limit if rules is None else lambda: with_images(limit(), self._config)
+            if counts:
+                intent = await dialect.read_to_count(body, with_room)
+            else:
+                request, intent = await dialect.read(body, with_room)
+            if rules is not None:
+                keep_images(intent.conversation.messages)
+            ignored, prefix = self._ignored_tools.take(intent), dialect.prefix
+            if not model.keeps_client_lines:
+                conversation, CURRENT.get().removal_rule = conversation_without_line(intent.conversation)
+                intent = dataclasses.replace(intent, conversation=conversation)
+            body = chat_of(intent)
+        with _decoding(), _naming(intent, model):
             fields, body_error = _fields_of(body), None
             if counts:
                 fields = {name: value for name, value in fields.items() if name not in LENGTHS}
-                fields["max_output_tokens" if path == RESPONSES_PATH else "max_tokens"] = Raw(b"1")
+                fields["max_tokens"] = Raw(b"1")
             try:
                 known = _known_of(body)
             except msgspec.ValidationError as error:  # the engine refuses it in its own words
                 known, body_error = _Known(), error
-            if path == MESSAGES_PATH and isinstance(known.metadata, dict):
-                known.user = known.metadata.get("user_id") or known.user
             salt = request_salt(identity, known.cache_salt)
             media = await run_sliced(read_media(fields, path, rules, salt))
             _check(path, known, fields, self._xargs)
         await _check_text(body, media, limit())
-        return _EngineBody(path, name, model, known, fields, media, body_error)
+        return _EngineBody(path, name, model, known, fields, media, body_error, request, intent, ignored, prefix)
 
     async def _repaired(self, asked: _EngineBody) -> tuple[dict[str, Any], str]:
         """Return the body for the engine, in a shape that its template takes, and what is left out of it."""
         path, model = asked.path, asked.model
         with _decoding():
             sent = _body(asked)
-            if path not in TEXTS or asked.error is not None:
+            if path != CHAT_PATH or asked.error is not None:
                 return sent, ""
             digests = frozenset(each.member.chat_probes for each in self._able(model, _needs(model, path)))
-            sent, ignored = self._without_vendors(path, sent, model)
+            ignored = ""
+            if asked.intent is None:
+                sent, ignored = self._without_vendors(sent, model)
             render = partial(self._render, model=model)
-            sent, repairs = await self._shapes.repaired(path, sent, model, digests, render)
-            sent, wish_repairs, unheeded = await self._shapes.granted(path, sent, model, digests, render)
+            sent, repairs = await self._shapes.repaired(sent, model, digests, render)
+            wishes = None if asked.intent is None else asked.intent.conversation.wishes
+            sent, wish_repairs, unheeded = await self._shapes.granted(sent, wishes, model, digests, render)
         context = CURRENT.get()
         context.repairs, context.ignored = (*repairs, *wish_repairs), unheeded
         return sent, ignored
@@ -248,10 +297,10 @@ class EngineTexts(EngineText):
                 await check_control_tokens(call, body, rendered, model, render)
         return rendered
 
-    def _without_vendors(self, path: str, sent: dict[str, Any], model: ServedModel) -> tuple[dict[str, Any], str]:
+    def _without_vendors(self, sent: dict[str, Any], model: ServedModel) -> tuple[dict[str, Any], str]:
         """Leave out what only a vendor's server can use: lines of agents, and tools, which are named."""
         if not model.keeps_client_lines:
-            sent, rule = body_without_line(sent, LEADS.get(path, ""), TEXTS[path])
+            sent, rule = body_without_line(sent)
             CURRENT.get().removal_rule = rule
         return self._ignored_tools.without(sent)
 
@@ -311,6 +360,22 @@ class EngineTexts(EngineText):
             num_waits += not (silent or self._models.is_learning(model.name))
             await asyncio.sleep(PAUSE_S)
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
+
+
+@contextmanager
+def _naming(intent: ChatIntent | None, model: ServedModel) -> Iterator[None]:
+    """Name the client's fields in errors of a chat that was made of another API's body."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if intent is None:
+            raise
+        if error.code == "context_length_exceeded":
+            message = "your prompt has more tokens"
+            raise ContextLengthError(message, model.max_model_len, param=intent.names.messages) from error
+        if error.param is not None and error.param.startswith("messages"):
+            error.param = intent.names.messages
+        raise
 
 
 def _needs(model: ServedModel, path: str, *, has_images: bool = False) -> frozenset[str]:
@@ -376,14 +441,10 @@ def _body(asked: _EngineBody) -> dict[str, Any]:
     body: dict[str, Any] = {name: value for name, value in fields.items() if name not in skip and _is_sent(path, name)}
     if model.adapter:
         body["model"] = model.adapter
-    if path in TEXTS and (model.template_kwargs or model.forced_kwargs):
+    if path == CHAT_PATH and (model.template_kwargs or model.forced_kwargs):
         kwargs = msgspec.json.decode(fields.get("chat_template_kwargs", b"null"))
         if kwargs is None or isinstance(kwargs, dict):  # the engine refuses another type
             body["chat_template_kwargs"] = {**model.template_kwargs, **(kwargs or {}), **model.forced_kwargs}
-    if (output_format := body.pop("output_format", None)) is not None:  # the older name, which engines do not read
-        config = decoded(body.get("output_config"))
-        if config is None or isinstance(config, dict):
-            body["output_config"] = {"format": decoded(output_format), **(config or {})}
     if path in (CHAT_PATH, COMPLETIONS_PATH):
         options = known.stream_options
         if options is not None and (options.include_usage or not known.stream):
@@ -400,10 +461,12 @@ def _spec(call: EngineCall, asked: _EngineBody, identity: Identity, rendered: Re
     media = rendered.media[0] if rendered is not None and rendered.media else ()
     shows_usage = options is not None and bool(options.include_usage)
     is_stateful = any(bytes(asked.fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
-    id_ = response_id(_PREFIXES[call.path])
+    id_ = response_id(asked.prefix)
+    caller = known if asked.intent is None else asked.intent.fields
     head = {"id": Raw(encode_json(id_)), "model": Raw(encode_json(asked.name))}
     text_request = EngineTextRequest(
         call=call,
+        is_read=asked.intent is not None,
         head=head if rendered is None else head | {"created": Raw(encode_json(int(time.time())))},
         shows_usage=shows_usage or rendered is None,
         has_usage=num_choices == 1 or shows_usage,
@@ -415,9 +478,9 @@ def _spec(call: EngineCall, asked: _EngineBody, identity: Identity, rendered: Re
     if call.path == COMPLETIONS_PATH and "max_tokens" not in asked.fields:
         num_demanded = _COMPLETION_TOKENS
     if rendered is None:
-        return replace(new_spec(id_, model, identity, known, "input"), text_request=text_request)
+        return replace(new_spec(id_, model, identity, caller, "input"), text_request=text_request)
     return replace(
-        new_spec(id_, model, identity, known, "prompt" if call.path == COMPLETIONS_PATH else "messages"),
+        new_spec(id_, model, identity, caller, "prompt" if call.path == COMPLETIONS_PATH else "messages"),
         prompt_ids=rendered.prompts[0],
         seeds=choice_seeds(0, num_choices),
         sampling=SamplingParams(max_tokens=num_demanded or rendered.max_tokens[0]),
@@ -431,31 +494,11 @@ def _spec(call: EngineCall, asked: _EngineBody, identity: Identity, rendered: Re
 class EngineFormatter(ResponseFormatter):
     """Writes the engine's events as they are."""
 
-    def __init__(self, path: str, id_: str) -> None:
-        self._path = path
-        self._names_events = path in (MESSAGES_PATH, RESPONSES_PATH)
-        self._response: dict[str, Any] = {"id": id_, "object": "response", "status": "in_progress", "output": []}
-        """The response that a broken stream shows."""
-        self._num_events = 0
-
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:
         return [choice.event for choice in choices]
 
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
-        return b"".join([self._event(delta.event) for delta in deltas])
+        return b"".join([sse(delta.event) for delta in deltas])
 
     def last_events(self, response: ResponseStream) -> bytes:
-        return b"" if self._names_events else DONE
-
-    def error_event(self, error: ApiError) -> bytes:
-        if not self._names_events:
-            return super().error_event(error)
-        if self._path == MESSAGES_PATH:
-            return self._event(anthropic_error(error, CURRENT.get().request_id)[1])
-        return broken_response(error, self._response, self._num_events)
-
-    def _event(self, data: bytes) -> bytes:
-        if not self._names_events:
-            return sse(data)
-        self._num_events += 1
-        return sse(data, str(msgspec.json.decode(data)["type"]))
+        return DONE

@@ -27,26 +27,15 @@ MAX_LINE_CHARS: Final = 1024
 """Longer lines are not compared."""
 
 
-def body_without_line(fields: dict[str, Any], system_field: str, messages: str) -> tuple[dict[str, Any], str]:
-    """Return a body without the known line that begins its system prompt, and the line's rule; "" if none.
-
-    `system_field` and `messages` name the fields of the system prompt and of the messages. `system_field` is "" for a
-    route without such a field.
-    """
-    field, value = system_field, decoded(fields.get(system_field))
-    content = value
-    if value is None:
-        field, value = messages, decoded(fields.get(messages))
-        first = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else {}
-        content = first.get("content") if first.get("role") in ("system", "developer") else None
-    rest, rule = _rest(content)
+def body_without_line(fields: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return a chat's body without the known line that begins its system prompt, and the line's rule; "" if none."""
+    value = decoded(fields.get("messages"))
+    first = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else {}
+    rest, rule = _rest(first.get("content") if first.get("role") in ("system", "developer") else None)
     if not rule:
         return fields, ""
-    if field == system_field:
-        others = {name: item for name, item in fields.items() if name != system_field}
-        return {**others, **({system_field: rest} if rest else {})}, rule
     first_left = [value[0] | {"content": rest}] if rest or len(value) == 1 else []
-    return {**fields, messages: [*first_left, *value[1:]]}, rule
+    return {**fields, "messages": [*first_left, *value[1:]]}, rule
 
 
 def conversation_without_line(conversation: Conversation) -> tuple[Conversation, str]:

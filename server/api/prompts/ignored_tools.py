@@ -48,10 +48,6 @@ class IgnoredTools:
 
         Raises InvalidRequestError when tools are refused.
         """
-        if decoded(fields.get("mcp_servers")):
-            self._check_tool("mcp_servers", "mcp_servers")
-            others, names = self.without({name: value for name, value in fields.items() if name != "mcp_servers"})
-            return others, ", ".join(filter(None, [names, *self.named(["mcp_servers"])]))
         tools = decoded(fields.get("tools"))
         if not isinstance(tools, list):
             return fields, ""

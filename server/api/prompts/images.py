@@ -52,11 +52,6 @@ def image_name(url: Raw, param: str, rules: GatewayConfig, salt: bytes) -> Steps
     return blake2b(text, key=salt, digest_size=32, person=b"headstart-url").hexdigest()
 
 
-def base64_image_name(data: Raw, param: str, rules: GatewayConfig, salt: bytes) -> Steps[str]:
-    """Return the name of an image in base64, which is a JSON value. Raises InvalidRequestError that names `param`."""
-    return (yield from _name_of_base64(_text_of(data, param, rules), param, rules, salt))
-
-
 def _text_of(value: Raw, param: str, rules: GatewayConfig) -> memoryview:
     """Return the bytes of a JSON string, mostly without a copy. Raises InvalidRequestError."""
     if first_char(value) != '"':

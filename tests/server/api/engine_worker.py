@@ -62,6 +62,10 @@ class EngineWorker(ScriptedWorker):
     rendered: list[dict[str, Any]] = field(default_factory=list)
     refuses_render: Failed | None = None
     tokenizer: Tokenizer | None = None
+    message: dict[str, Any] | None = None
+    """The whole answer, instead of the joined parts."""
+    logprobs: dict[str, Any] | None = None
+    refuses_roles: tuple[str, ...] = ()
     silent: bool = False
     """It answers neither polls nor calls."""
     apis: tuple[str, ...] | None = None
@@ -94,6 +98,8 @@ class EngineWorker(ScriptedWorker):
     def render(self, path: str, body: dict[str, Any]) -> Rendered | Failed:
         """Return the engine's prompt of a body."""
         assert self.tokenizer is not None
+        if any(message["role"] in self.refuses_roles for message in body.get("messages", ())):
+            return Failed("invalid_request", "a role", retryable=False)
         texts = [str(message["content"]) for message in body.get("messages", ())]
         ids = self.tokenizer.encode("<|im_start|>" + "\n".join(texts) + "<|im_end|>").ids
         return Rendered((tuple(ids),), (100,))
@@ -109,7 +115,9 @@ class EngineWorker(ScriptedWorker):
             if self.dies_after is not None:
                 raise Die
             message = {"role": "assistant", "content": "".join(part.get("content", "") for part in self.parts)}
+            message = self.message or message
             choice = {"index": 0, "message": message, "token_ids": [1, 2], "finish_reason": "stop"}
+            choice["logprobs"] = self.logprobs
             body = {"id": "e", "created": 1, "model": "e", "choices": [choice], "prompt_token_ids": [1], "usage": USAGE}
             yield Tokens(0, (1, 2))
             yield EngineText(json.dumps(body).encode())

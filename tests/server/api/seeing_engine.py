@@ -71,15 +71,11 @@ def urls_in(value: Any) -> Iterator[tuple[str, str | None]]:
         for each in value:
             yield from urls_in(each)
     elif isinstance(value, dict):
-        if value.get("type") == "image":
-            source = value["source"]
-            yield source.get("url") or f"data:image/png;base64,{source['data']}", None
-        elif "image_url" in value and value.get("type") in (None, "image_url", "input_image"):
+        if "image_url" in value and value.get("type") in (None, "image_url", "input_image"):
             url = value["image_url"]
             yield url["url"] if isinstance(url, dict) else url, value.get("uuid")
         else:
-            for name in ("content", "output"):
-                yield from urls_in(value.get(name))
+            yield from urls_in(value.get("content"))
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -111,7 +107,7 @@ class SeeingWorker(EngineWorker):
             return Failed("invalid_request", "a field is wrong", retryable=False)
 
     def _rendered(self, body: dict[str, Any]) -> Rendered:
-        turns = body.get("messages") or body.get("input")
+        turns = body["messages"]
         images = list(urls_in(turns))
         self.seen += images
         for url, _ in images:

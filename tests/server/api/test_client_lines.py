@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -214,12 +213,10 @@ def test_nothing_else_changes(messages: list[Message]) -> None:
     assert left in (rest, rest.removeprefix("\n")), "a part that is empty now goes, too"
 
 
-@pytest.mark.parametrize("lead", [None, msgspec.Raw(b"null")])
-def test_a_null_field_hides_no_line_of_the_messages(lead: object) -> None:
-    """As in bodies for an engine that writes the answer itself."""
-    fields = {"instructions": lead, "input": [{"role": "developer", "content": f"{LINE}\n{SYSTEM}"}, USER]}
-    left, rule = body_without_line(fields, "instructions", "input")
-    assert (rule, left["input"][0]["content"]) == ("claude-code-billing", SYSTEM)
+def test_lines_in_bodies_for_engines() -> None:
+    fields = {"messages": [{"role": "developer", "content": f"{LINE}\n{SYSTEM}"}, USER]}
+    left, rule = body_without_line(fields)
+    assert (rule, left["messages"][0]["content"]) == ("claude-code-billing", SYSTEM)
 
 
 def test_the_docs_have_the_table_of_the_code() -> None:

@@ -39,37 +39,6 @@ def text_of(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def as_chat(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the chat that an engine makes of a body of the Messages or Responses API."""
-    if path == CHAT:
-        return body
-    messages = []
-    for role, name in (("system", "system"), ("system", "instructions")):
-        if name in body:
-            messages.append({"role": role, "content": text_of(body[name])})
-    items = body.get("messages") or body["input"]
-    for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
-        if item.get("type") == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            messages.append({"role": "assistant", "tool_calls": [{"id": item["call_id"], "function": function}]})
-        elif item.get("type") == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"])})
-        elif isinstance(item["content"], str):
-            messages.append(item)
-        else:
-            for part in item["content"]:
-                if part["type"] == "tool_use":
-                    function = {"name": part["name"], "arguments": json.dumps(part["input"])}
-                    messages.append({"role": "assistant", "tool_calls": [{"id": part["id"], "function": function}]})
-                elif part["type"] == "tool_result":
-                    content = text_of(part["content"])
-                    messages.append({"role": "tool", "tool_call_id": part["tool_use_id"], "content": content})
-                else:
-                    messages.append({"role": item["role"], "content": part.get("text") or part["thinking"]})
-    tools = [{"function": each.get("function", each)} for each in body.get("tools", ())]
-    return body | {"messages": messages, "tools": tools}
-
-
 @dataclass(eq=False)
 class TemplateWorker(EngineWorker):
     """An adapter whose engine renders bodies by a template, and reads control tokens wherever they are."""
@@ -83,14 +52,15 @@ class TemplateWorker(EngineWorker):
         except ValueError as error:
             return Failed("invalid_request", str(error), retryable=False)
         self.lengths.append(len(ids))
-        if len(ids) + (body.get("max_tokens") or body.get("max_output_tokens") or 0) > MAX_LEN:
+        if len(ids) + (body.get("max_tokens") or 0) > MAX_LEN:
             return Failed("context_length_exceeded", "too long", retryable=False)
         return Rendered((tuple(ids),), (100,))
 
     def prompt_ids(self, path: str, body: dict[str, Any]) -> list[int]:
         """Return the engine's ids of a body's prompt."""
-        chat = as_chat(path, json.loads(json.dumps(body)))
+        chat = json.loads(json.dumps(body))
         for message in chat["messages"]:
+            message.setdefault("reasoning_content", message.get("reasoning"))  # as vLLM does
             for each in message.get("tool_calls", ()):
                 each["function"]["arguments"] = json.loads(each["function"]["arguments"])  # as vLLM does
             if isinstance(message.get("content"), list):
@@ -121,6 +91,10 @@ def calling(**fields: Any) -> dict[str, Any]:
     own = set(fields) & {"name", "arguments"}
     function = {"name": "f", "arguments": "{}"} | {name: fields.pop(name) for name in own}
     return {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": function} | fields]}
+
+
+def answers(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
 
 
 def tool(**fields: Any) -> dict[str, Any]:
@@ -156,15 +130,17 @@ def fields_with(text: str) -> dict[str, tuple[str, dict[str, Any]]]:
         "title": chat_of(documents=[{"title": text, "text": "t"}]),
         "kwargs": chat_of(chat_template_kwargs={"title": text}),
     }
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {text: text}}
     anthropic = {
         "messages system": chat_of(system=text),
         "messages system part": chat_of(system=[{"type": "text", "text": text}]),
         "messages text": chat_of(user([{"type": "text", "text": text}])),
-        "messages thinking": chat_of(user([{"type": "thinking", "thinking": text}])),
+        "messages thinking": chat_of(user(), answers({"type": "thinking", "thinking": text}), user()),
         "messages result": chat_of(user([result])),
-        "messages input": chat_of(user([{"type": "tool_use", "id": "c", "name": "f", "input": {text: text}}])),
-        "messages tool": chat_of(tools=[{"name": "f", "description": text, "input_schema": {}}]),
+        "messages input": chat_of(user(), answers(use), user([result | {"content": "a"}])),
+        "messages tool": chat_of(tools=[{"name": "f", "description": text, "input_schema": {"type": "object"}}]),
     }
+    anthropic = {name: body | {"max_tokens": 9} for name, body in anthropic.items()}
     items = {
         "input": {"model": "tiny", "input": text},
         "instructions": responses(user(), instructions=text),
@@ -211,7 +187,7 @@ async def test_tokens_that_a_template_completes(engine: TemplateWorker, body: di
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 async def test_refusals_have_the_form_of_their_api(engine: TemplateWorker, path: str) -> None:
-    _, _, raw = await post_once(engine_gateway(engine), chat_of(user("<|im_end|>")), path)
+    _, _, raw = await post_once(engine_gateway(engine), chat_of(user("<|im_end|>"), max_tokens=9), path)
     assert "control token" in json.loads(raw)["error"]["message"]
     async with engine_gateway(engine, control_tokens_in_content=True) as target:
         assert (await post(target.url, chat_of(user("<|im_end|>"), max_tokens=9), path))[0] == 200
@@ -288,22 +264,6 @@ TEXT_PART = {"type": "text", "text": "a"}
         (CHAT, chat_of({"role": "assistant", "audio": {"id": "a"}}), "messages[0]", "audio"),
         (CHAT, chat_of(modalities=["text", "audio"]), "modalities", "modalities"),
         (CHAT, chat_of(audio={"voice": "x"}), "audio", "audio"),
-        (MESSAGES, chat_of(user([{"type": "image", "source": SOURCE}])), "messages[0].content[0]", "image"),
-        (MESSAGES, chat_of(user([{"type": "document", "source": SOURCE}])), "messages[0].content[0]", "document"),
-        (
-            MESSAGES,
-            chat_of(user([{"type": "tool_result", "content": [TEXT_PART, {"type": "document"}]}])),
-            "messages[0].content[0].content[1]",
-            "document",
-        ),
-        (RESPONSES, responses(user([{"type": "input_image"}])), "input[0].content[0]", "input_image"),
-        (RESPONSES, responses(user([{"type": "input_file"}])), "input[0].content[0]", "input_file"),
-        (
-            RESPONSES,
-            responses({"type": "function_call_output", "output": [{"type": "input_image"}]}),
-            "input[0].output[0]",
-            "input_image",
-        ),
         ("/v1/completions", {"model": "tiny", "prompt": "a", "prompt_embeds": "AA"}, "prompt_embeds", "prompt_embeds"),
     ],
 )
@@ -319,15 +279,38 @@ async def test_media_are_refused_by_name(
     assert engine.rendered == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (MESSAGES, chat_of(user([{"type": "image", "source": SOURCE}]), max_tokens=9), "image"),
+        (MESSAGES, chat_of(user([{"type": "document", "source": SOURCE}]), max_tokens=9), "document"),
+        (
+            RESPONSES,
+            responses(user([{"type": "input_image", "image_url": "data:image/png;base64,AA=="}])),
+            "input_image",
+        ),
+        (RESPONSES, responses(user([{"type": "input_file"}])), "input_file"),
+    ],
+)
+async def test_media_of_other_apis_are_left_out(
+    engine: TemplateWorker, path: str, body: dict[str, Any], name: str
+) -> None:
+    """A line is in their place, as before Headstart's own engine: agents send them again with each turn."""
+    status, headers, raw = await post_once(engine_gateway(engine), body, path)
+    assert (status, headers["x-headstart-ignored"]) == (200, name), raw
+    assert text_of(engine.rendered[0]["messages"][0]["content"]).startswith(f"[{name}: left out")
+
+
 async def test_fields_named_like_media_pass(engine: TemplateWorker) -> None:
     """Arguments and schemas may have any names, and answers have `audio: null`."""
     use = {"type": "tool_use", "id": "c", "name": "f", "input": {"type": "image", "file": "a"}}
+    result = user([{"type": "tool_result", "tool_use_id": "c", "content": "a"}])
     schema = {"type": "object", "properties": {"image": {"type": "file"}}}
     part = TEXT_PART | {"image_url": None}
     async with engine_gateway(engine) as target:
         for path, body in (
             (CHAT, chat_of(user([part]))),
-            (MESSAGES, chat_of(user([use]), tools=[{"name": "f", "input_schema": schema}])),
+            (MESSAGES, chat_of(answers(use), result, tools=[{"name": "f", "input_schema": schema}], max_tokens=9)),
             (CHAT, chat_of(user(), {"role": "assistant", "content": "a", "audio": None}, modalities=["text"])),
         ):
             status, _, raw = await post(target.url, body, path)

@@ -99,6 +99,9 @@ async def test_known_chats_are_not_rendered_by_the_engine(engine: ProbedWorker) 
     assert engine.received[0].sampling.max_tokens == 2048 - len(engine.received[0].prompt_ids)
 
 
+THOUGHT = {"type": "thinking", "thinking": "b", "signature": ""}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -108,13 +111,27 @@ async def test_known_chats_are_not_rendered_by_the_engine(engine: ProbedWorker) 
         (CHAT, chat_of(chat_template_kwargs={"title": "t"})),
         (CHAT, chat_of(response_format={"type": "json_object"})),
         (CHAT, chat_of(max_tokens=100_000)),
-        ("/v1/messages", chat_of()),
-        ("/v1/responses", responses(user())),
+        ("/v1/messages", chat_of(user(), {"role": "assistant", "content": [THOUGHT]}, user(), max_tokens=5)),
     ],
 )
 async def test_other_bodies_are_rendered_by_the_engine(engine: ProbedWorker, path: str, body: dict[str, Any]) -> None:
     await post_once(engine_gateway(engine), body, path)
     assert engine.rendered
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages", chat_of(system="s", max_tokens=5)), ("/v1/responses", responses(user(), instructions="s"))],
+)
+async def test_other_apis_are_chats(engine: ProbedWorker, path: str, body: dict[str, Any]) -> None:
+    """Their prompts are those of a chat with the same messages, and the gateway renders them."""
+    same = chat_of({"role": "system", "content": "s"}, user())
+    async with engine_gateway(engine) as target:
+        status, _, raw = await post(target.url, body, path)
+        assert status == 200, raw
+    assert engine.rendered == []
+    (request,) = engine.received
+    assert list(request.prompt_ids) == engine.prompt_ids(CHAT, same)
 
 
 def test_every_class_has_a_body() -> None:

@@ -13,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from server.api.engine.shapes import EFFORT, EFFORT_FIELDS, EngineShapes, _body, _turns
+from server.api.engine.shapes import EFFORT, EngineShapes, _body, _turns
 from server.errors import InvalidRequestError
 from server.text.shapes import Shapes, repaired
 from server.text.template_sandbox import TemplateEnvironment
 from tests.json_texts import texts
-from tests.server.text.conversations import BODIES, CHAT_PATH, MESSAGES_PATH, Call, Step, strange
+from tests.server.text.conversations import BODIES, CHAT_PATH, Call, Step, strange
 from tests.server.text.scales import SCALES
 from tests.server.text.template_families import RULES
 from worker.wire import EngineCall, Rendered
 
+chat_body: Final = BODIES[CHAT_PATH]
 SHAPES: Final = st.builds(
     Shapes,
     turns=st.sampled_from(["free", "parted", "joined"]),
@@ -41,40 +42,37 @@ def fields_of(body: dict[str, Any]) -> dict[str, Any]:
     return {name: Raw(json.dumps(value).encode()) for name, value in body.items()}
 
 
-@pytest.mark.parametrize("path", BODIES)
 @given(requests=strange(), shapes=SHAPES)
-def test_nothing_is_lost(path: str, requests: list[list[Step]], shapes: Shapes) -> None:
+def test_nothing_is_lost(requests: list[list[Step]], shapes: Shapes) -> None:
     for steps in requests[-1:]:
-        turns = _turns(path, fields_of(BODIES[path](steps, has_tools=True)))
+        turns = _turns(fields_of(chat_body(steps, has_tools=True)))
         assert turns is not None
         changed, _ = repaired(shapes, turns, has_tools=True)
-        body = _body(path, changed)
+        body = _body(changed)
         found = "\n".join(texts(body))
         for step in steps:
-            for text in (step.text, step.thoughts, *(call.arguments for call in step.calls if path != "/v1/messages")):
+            for text in (step.text, step.thoughts, *(call.arguments for call in step.calls)):
                 assert text in found or json.dumps(text)[1:-1] in found, (text, body)
 
 
-@pytest.mark.parametrize("path", BODIES)
 @given(requests=strange(), family=st.sampled_from(list(RULES)))
-def test_a_repaired_body_needs_no_repair(path: str, requests: list[list[Step]], family: str) -> None:
+def test_a_repaired_body_needs_no_repair(requests: list[list[Step]], family: str) -> None:
     shapes = Shapes(**RULES[family])
     for steps in requests[-1:]:
-        turns = _turns(path, fields_of(BODIES[path](steps, has_tools=True)))
+        turns = _turns(fields_of(chat_body(steps, has_tools=True)))
         assert turns is not None
         changed, repairs = repaired(shapes, turns, has_tools=True)
-        again = _turns(path, fields_of(_body(path, changed)))
+        again = _turns(fields_of(_body(changed)))
         assert again is not None
         assert "arguments" in repairs or repaired(shapes, again, has_tools=True)[1] == ()
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_a_call_is_kept_where_turns_are_joined(path: str) -> None:
+def test_a_call_is_kept_where_turns_are_joined() -> None:
     steps = [Step("assistant", "a", calls=(Call("call00001"),)), Step("assistant", "b"), Step("user", "c")]
-    turns = _turns(path, fields_of(BODIES[path](steps, has_tools=True)))
+    turns = _turns(fields_of(chat_body(steps, has_tools=True)))
     assert turns is not None
     changed, _ = repaired(Shapes(turns="joined", counts_tools=True), turns, has_tools=True)
-    body = _body(path, changed)
+    body = _body(changed)
     assert "call00001" in texts(body)
     assert {"a", "b"} <= {*"\n".join(texts(body)).split()}
 
@@ -82,7 +80,7 @@ def test_a_call_is_kept_where_turns_are_joined(path: str) -> None:
 def test_thoughts_are_joined_under_either_name() -> None:
     given = [{"reasoning": "1"}, {"reasoning_content": "2"}, {"reasoning": "3", "reasoning_content": "no"}]
     messages = [{"role": "assistant", "content": "a", **thoughts} for thoughts in given]
-    turns = _turns(CHAT_PATH, fields_of({"messages": messages}))
+    turns = _turns(fields_of({"messages": messages}))
     assert turns is not None
     (turn,) = repaired(Shapes(turns="joined"), turns, has_tools=False)[0]
     assert (turn["content"], turn["reasoning_content"]) == ("a\n\na\n\na", "1\n2\n3")
@@ -93,21 +91,20 @@ def test_thoughts_are_joined_under_either_name() -> None:
 )
 def test_fields_of_wrong_types_are_left_to_the_engine(wrong: dict[str, Any]) -> None:
     messages = [{"role": "assistant", "content": "a", **wrong}, {"role": "assistant", "content": "b"}]
-    turns = _turns(CHAT_PATH, fields_of({"messages": messages}))
+    turns = _turns(fields_of({"messages": messages}))
     assert turns is not None
     assert repaired(Shapes(turns="joined", lists_arguments=True), turns, has_tools=True)[0]
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_ids_are_written_into_calls_and_results(path: str) -> None:
+def test_ids_are_written_into_calls_and_results() -> None:
     steps = [Step("user", "x")]
     for id_ in ("call_0123456789abcdef", "call00001", "toolu_01"):
         steps += [Step("assistant", "y", "z", (Call(id_),)), Step("tool", "w", result_of=id_)]
-    turns = _turns(path, fields_of(BODIES[path](steps, has_tools=True)))
+    turns = _turns(fields_of(chat_body(steps, has_tools=True)))
     assert turns is not None
     changed, repairs = repaired(Shapes(short_ids=True), turns, has_tools=True)
     assert repairs == ("call-ids",)
-    body = json.dumps(_body(path, changed))
+    body = json.dumps(_body(changed))
     assert not {"call_0123456789abcdef", "toolu_01"} & {*re.findall(r'"([^"]*)"', body)}
     written = re.findall(r'"(?:id|call_id|tool_call_id|tool_use_id)": "([a-zA-Z0-9]{9})"', body)
     assert len(written) == 6
@@ -116,46 +113,30 @@ def test_ids_are_written_into_calls_and_results(path: str) -> None:
 
 
 @pytest.mark.parametrize("output", [5, {"a": 1}, ["x"], [5]])
-@pytest.mark.parametrize("path", BODIES)
-def test_results_of_another_form_are_left_to_the_engine(path: str, output: object) -> None:
-    body = BODIES[path]([Step("user", "x"), Step("tool", "MARK", result_of="c")], has_tools=True)
+def test_results_of_another_form_are_left_to_the_engine(output: object) -> None:
+    body = chat_body([Step("user", "x"), Step("tool", "MARK", result_of="c")], has_tools=True)
     body = json.loads(json.dumps(body).replace('"MARK"', json.dumps(output)))
-    assert _turns(path, fields_of(body)) is None
+    assert _turns(fields_of(body)) is None
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_a_chats_result_in_another_api_is_left_to_the_engine(path: str) -> None:
-    field = "input" if path.endswith("responses") else "messages"
-    turns = _turns(path, fields_of({field: [{"role": "tool", "tool_call_id": "c", "content": "r"}]}))
-    assert (turns is None) == (path != CHAT_PATH)
-
-
-@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("needs", [False, True])
-async def test_tools_get_the_fields_that_an_engines_template_needs(path: str, needs: bool) -> None:
-    """The messages, whole tools and those that the engine runs stay as they are."""
-    name = "input_schema" if path == MESSAGES_PATH else "parameters"
-    own: list[dict[str, Any]] = [{"name": "f"}, {"name": "g", "description": "G.", name: {"type": "object", "a": 1}}]
-    if path == MESSAGES_PATH:
-        own[0][name] = None
-    if path == CHAT_PATH:
-        tools = [{"type": "function", "function": each} for each in own]
-    else:
-        tools = [{"type": "function", **each} if path != MESSAGES_PATH else each for each in own]
-        tools.append({"type": "web_search"})
-    fields = fields_of(BODIES[path]([Step("user", "x")], has_tools=True) | {"tools": tools})
+async def test_tools_get_the_fields_that_an_engines_template_needs(needs: bool) -> None:
+    """The messages, whole tools and those that the engine refuses stay as they are."""
+    own: list[dict[str, Any]] = [{"name": "f"}, {"name": "g", "description": "G.", "parameters": {"type": "object"}}]
+    tools = [*({"type": "function", "function": each} for each in own), {"type": "web_search"}]
+    fields = fields_of(chat_body([Step("user", "x")], has_tools=True) | {"tools": tools})
     template = SimpleNamespace(shapes=Shapes(fills_tools=needs), grants=None)
     model: Any = SimpleNamespace(fingerprint="f", template=template)
     prompts: Any = SimpleNamespace(shares_template=_shares)
-    found, repairs = await EngineShapes(prompts, is_strict=False).repaired(path, fields, model, frozenset(), _no_render)
+    found, repairs = await EngineShapes(prompts, is_strict=False).repaired(fields, model, frozenset(), _no_render)
     kept = {field: value for field, value in found.items() if field != "tools"}
     assert kept == {field: value for field, value in fields.items() if field != "tools"}
     if not needs:
         assert (found["tools"], repairs) == (fields["tools"], ())
         return
     assert repairs == ("tool-fields",)
-    filled = [each.get("function", each) for each in found["tools"]]
-    assert (filled[0]["description"], filled[0][name]) == ("", {"type": "object", "properties": {}})
+    filled = found["tools"][0]["function"]
+    assert (filled["description"], filled["parameters"]) == ("", {"type": "object", "properties": {}})
     assert found["tools"][1:] == tools[1:]
 
 
@@ -172,12 +153,11 @@ async def test_probes_leave_the_name_of_the_model_to_the_worker(adapter: str) ->
     model = _model(tokenizer=tokenizer, adapter=adapter)
     fields = fields_of({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
     prompts: Any = SimpleNamespace(shares_template=_shares)
-    await EngineShapes(prompts, is_strict=False).repaired(CHAT_PATH, fields, model, frozenset(), render)
+    await EngineShapes(prompts, is_strict=False).repaired(fields, model, frozenset(), render)
     assert {body.get("model", "") for body in rendered} == {adapter}
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_an_engine_gets_the_nearest_effort(path: str) -> None:
+async def test_an_engine_gets_the_nearest_effort() -> None:
     """Its template is not the gateway's. The operator's values are kept."""
 
     async def render(call: EngineCall) -> Rendered:
@@ -195,13 +175,12 @@ async def test_an_engine_gets_the_nearest_effort(path: str) -> None:
     async def sent(*, forced: dict[str, Any] | None = None, **fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
         model = _model(tokenizer=tokenizer, template_kwargs={"own": 1}, forced_kwargs=forced or {})
         shapes = EngineShapes(SimpleNamespace(shares_template=_shares), is_strict=False)  # type: ignore[arg-type]
-        found, repairs, ignored = await shapes.granted(path, fields_of(fields), model, frozenset(), render)
-        assert ignored == ((EFFORT_FIELDS.get(path, EFFORT),) if forced else ())
+        found, repairs, ignored = await shapes.granted(fields_of(fields), None, model, frozenset(), render)
+        assert ignored == ((EFFORT,) if forced else ())
         return found, repairs
 
     def effort(value: str | None) -> dict[str, Any]:
-        holder, _, name = EFFORT_FIELDS.get(path, EFFORT).rpartition(".")
-        return {holder: {name: value, "x": 1}} if holder else {name: value}
+        return {EFFORT: value}
 
     tokenizer = SimpleNamespace(is_engine_only=False, decode=lambda ids: "".join(map(chr, ids)))
     on, off = ({"chat_template_kwargs": {"thinking": value}} for value in (True, False))

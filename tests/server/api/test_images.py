@@ -33,7 +33,6 @@ from tests.server.api.seeing_engine import (
     data_url,
     in_base64,
     part_of,
-    place_of,
     png,
 )
 from tests.server.test_app import post, post_once
@@ -132,8 +131,8 @@ async def test_images_that_are_none_are_named(engine: SeeingWorker, path: str, u
     status, _, raw = await post_once(engine_gateway(engine, max_image_bytes=1000), body, path)
     error = json.loads(raw)["error"]
     assert status == 400, raw
-    assert place_of(path, 2) in error["message"]
-    assert path == MESSAGES or error["param"] == place_of(path, 2)
+    assert "messages[0].content[2].image_url" in error["message"]
+    assert error.get("param") == {CHAT: "messages[0].content[2].image_url", RESPONSES: "input"}.get(path)
     assert why in error["message"]
     assert engine.received == []
 
@@ -237,9 +236,11 @@ async def test_broken_strings_are_refused(engine: SeeingWorker, broken: bytes) -
 
 
 async def test_no_image_is_dropped(engine: SeeingWorker) -> None:
-    """This engine reads none in `system`, as vLLM does."""
-    image = part_of(MESSAGES, data_url(png()))
-    status, _, raw = await post_once(engine_gateway(engine), body_of(MESSAGES, image, system=[image]), MESSAGES)
+    """This engine reads none in a field that is not of chats, as vLLM does."""
+    image = part_of(CHAT, data_url(png()))
+    body = body_of(CHAT, image)
+    body["messages"][0]["output"] = [image]
+    status, _, raw = await post_once(engine_gateway(engine), body)
     assert status == 400
     assert "reads 1 of 2 images" in json.loads(raw)["error"]["message"]
 

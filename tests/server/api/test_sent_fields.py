@@ -23,16 +23,12 @@ ENGINES: Final = tomllib.loads((Path(__file__).parents[2] / "data" / "engine_fie
 PATHS: Final = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
     "/v1/embeddings": "embeddings",
     "/rerank": "rerank",
     "/score": "score",
 }
 CHECKED: Final = {
     "/v1/chat/completions": {"modalities", "prediction", "verbosity"},
-    "/v1/responses": {"stream_options"},
-    "/v1/messages": {"context_management", "mcp_servers", "output_format"},
 }
 """Fields that no engine reads, and that change no answer or are read by the gateway."""
 HONOURED: Final = {"typical_p", "best_of", "min_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens"}
@@ -102,17 +98,6 @@ def test_unsafe_fields_are_refused_by_name(path: str, name: str) -> None:
     assert refused(path, {name: None}) is None
     if "vllm_xargs" in SENT_FIELDS[path] and name not in SENT_XARGS:
         assert refused(path, {"vllm_xargs": {name: 1}}) == f"vllm_xargs.{name[:64]}"
-
-
-async def test_the_older_name_of_a_format_is_replaced(engines: list[EngineWorker]) -> None:
-    """vLLM reads only `output_config.format`."""
-    written = {"type": "json_schema", "schema": {"type": "object"}}
-    body = chat(max_tokens=1, output_format=written, output_config={"effort": "low"})
-    async with engine_gateway(engines[0]) as target:
-        status, _, raw = await post(target.url, body, "/v1/messages")
-        assert status == 200, raw
-    assert engines[0].rendered[-1]["output_config"] == {"format": written, "effort": "low"}
-    assert "output_format" not in engines[0].rendered[-1]
 
 
 async def test_what_an_engine_gets(engines: list[EngineWorker]) -> None:

@@ -156,8 +156,6 @@ def test_a_resumed_prompt_is_never_more_cached_than_long() -> None:
 @pytest.mark.parametrize(
     ("begin", "part"),
     [
-        ({"type": "message_start"}, {"type": "content_block_delta", "delta": {"text": "a"}}),
-        ({"type": "response.created"}, {"type": "response.output_text.delta", "delta": "a"}),
         ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, {"choices": [{"delta": {"content": "a"}}]}),
         ({"choices": []}, {"choices": [{"text": "a"}]}),
     ],
