@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from jinja2 import TemplateError
 
-from cache.redis_index import ClientSettings
 from server.auth.authentication import TENANT_HEADER
 from server.router.policies import POLICIES
 from server.text.formats import FORMATS
@@ -21,7 +20,7 @@ from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
 from server.text.output_parser import THOUGHT_FIELDS
 from server.text.template_sandbox import TemplateEnvironment
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
-from worker.common.command_line import CommandParser, read_secret, read_text
+from worker.common.command_line import CommandParser, read_secret
 from worker.common.options import MAX_PORT, SharedConfig, json_object, make_parser, num_bytes, option, template_text
 
 NO_REASONING: Final = "none"
@@ -162,11 +161,9 @@ class GatewayConfig(SharedConfig):
         "header in which a front with a key marked `trusted_front` names the tenant (default x-headstart-tenant)",
         "NAME",
     )
-    limits_redis_username: str | None = _api(
-        None, "ACL user that writes the use of keys to Redis (default: that of the index)", "NAME"
+    limits_gateways: int = _api(
+        1, "gateways that share the limits of keys; without Redis each has its part (default 1)", least=1
     )
-    limits_redis_password_file: str | None = _api(None, "password of that user (default: that of the index)", "FILE")
-    limits_gateways: int = _api(1, "share the limits of keys as at least that many gateways (default 1)", least=1)
     aliases: Mapping[str, str] | None = _api(
         None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
     )
@@ -276,12 +273,6 @@ class GatewayConfig(SharedConfig):
         """Return the operator's switches of a model's template: those that a request may change, and the others."""
         default, forced = self.default_chat_template_kwargs or {}, self.force_chat_template_kwargs or {}
         return {**default.get("", {}), **default.get(model, {})}, {**forced.get("", {}), **forced.get(model, {})}
-
-    def limits_client(self) -> ClientSettings:
-        """Return how this gateway writes the use of keys to Redis. Raises ValueError."""
-        file = self.limits_redis_password_file
-        password = self.redis_password() if file is None else read_text("--limits-redis-password-file", file)
-        return ClientSettings(username=self.limits_redis_username or self.redis_username, password=password)
 
     def ops_key(self) -> bytes | None:
         """Read --ops-key-file. Raises ValueError."""

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 import uvloop
 
-from cache.redis_index import GatewayRecords, ReaderSettings, RedisIndex
+from cache.redis_index import KeyUse, ReaderSettings, RedisIndex
 from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
 from server.api.engine.text import EngineTexts
@@ -39,9 +39,7 @@ from server.api.prompts.client_lines import CLIENT_LINES
 from server.api.prompts.ignored_tools import IgnoredTools
 from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
-from server.auth.fleet_limits import FleetLimits
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
-from server.auth.shared_limits import SharedLimits
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
 from server.http.middleware import Application, KnownHostsMiddleware
@@ -100,16 +98,14 @@ class Gateway:
         self._tracing = open_tracing("headstart-gateway", config.otlp_endpoint, gateway_id)
         self._certificate = config.certificate()
         self._worker_ca = config.workers_ca()
-        limits = FleetLimits(gateway_id, config.limits_gateways)
-        self._keys = _open_keys(config, limits, self.metrics)
         self._index: RedisIndex | NoIndex = NoIndex()
-        self._limits: SharedLimits | None = None
+        counter: KeyUse | None = None
         if config.redis is not None:
             settings = config.index_settings(ReaderSettings)
             self._index = RedisIndex(config.redis, settings, count=self.metrics.index_events.inc)
+            counter = KeyUse(self._index, gateway_id)
 
-        if self._keys is not None:
-            self._limits = _share_limits(config, limits, gateway_id, self.metrics)
+        self._keys = _open_keys(config, counter, self.metrics)
         networks = WorkerNetworks(config.worker_networks, tls_only=self._worker_ca is not None)
         tls = None if self._worker_ca is None else self._worker_ca.context
         self._client = WorkerClient(gateway_token(secret), networks, tls)
@@ -218,13 +214,9 @@ class Gateway:
             asyncio.create_task(keep_running(name, work, self.metrics.task_failures.inc))
             for name, work in self._background()
         ]
-        if self._limits is not None:
-            await self._limits.join()
         try:
             yield
         finally:
-            if self._limits is not None:
-                await self._limits.exchange(is_last=True)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -246,10 +238,8 @@ class Gateway:
             yield "index", self._index.run
         if self._usage_log is not None:
             yield "usage log", self._usage_log.run
-        if self._limits is not None:
-            yield "limits", self._limits.run
-            if self._limits.records is not None:
-                yield "limits in Redis", self._limits.records.run
+        if self._keys is not None:
+            yield "leases", self._keys.renew_leases
         for name, files in (("keys", self._keys), ("certificate", self._certificate), ("worker CA", self._worker_ca)):
             if files is not None:
                 yield name, files.follow
@@ -291,11 +281,12 @@ class Gateway:
             self._close_port()
 
 
-def _open_keys(config: GatewayConfig, limits: FleetLimits, metrics: GatewayMetrics) -> KeyFile | None:
+def _open_keys(config: GatewayConfig, counter: KeyUse | None, metrics: GatewayMetrics) -> KeyFile | None:
     """Raises ValueError."""
     if config.api_keys is not None:
         try:
-            keys = KeyFile(Path(config.api_keys), config.cluster_secret(), limits, on_reload=metrics.key_reloads.inc)
+            parts = Path(config.api_keys), config.cluster_secret(), counter, config.limits_gateways
+            keys = KeyFile(*parts, on_reload=metrics.key_reloads.inc)
         except ValueError as error:
             raise ValueError(f"--api-keys {error}") from None
         log.info("%d API keys of %s", len(keys), config.api_keys)
@@ -305,19 +296,6 @@ def _open_keys(config: GatewayConfig, limits: FleetLimits, metrics: GatewayMetri
         where = " or ".join(reachable)
         log.warning("NO API KEYS: anyone who reaches %s may use every model; give --api-keys FILE", where)
     return None
-
-
-def _share_limits(
-    config: GatewayConfig, limits: FleetLimits, gateway_id: GatewayId, metrics: GatewayMetrics
-) -> SharedLimits:
-    """Raises ValueError."""
-    count = metrics.limit_events.inc
-    metrics.limit_part.set_function(lambda: limits.part)
-    records = None
-    if config.redis is not None:
-        secret = config.cluster_secret()
-        records = GatewayRecords(config.redis, config.redis_prefix, secret, config.limits_client(), count)
-    return SharedLimits(limits, records, gateway_id, count)
 
 
 async def _serve(config: GatewayConfig, public: socket.socket, ops: socket.socket) -> None:

@@ -207,14 +207,6 @@ class GatewayMetrics:
         )
         self.key_reloads = metric("api_key_reloads", "Times the key file changed.", "outcome")
         self.key_reloads.start("loaded", "rejected")
-        self.limit_events = metric(
-            "key_limit_events", "Exchanges of key usage that timed out, and invalid records in Redis.", "event"
-        )
-        self.limit_events.start("timeout", "invalid")
-        self.limit_part = gauge(
-            "headstart_key_limit_part", "Fraction of the key limits that all gateways known in Redis grant together."
-        )
-        self.limit_part.set(1.0)
         self.usage_log_lines = metric("usage_log_lines", "Lines of the usage log.", "outcome")
         self.usage_log_lines.start("written", "lost")
         self.usage_log_failures = metric("usage_log_failures", "Batches of the usage log that could not be written.")

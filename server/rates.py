@@ -3,39 +3,59 @@
 from __future__ import annotations
 
 import math
+from typing import Final
+
+DAY_S: Final = 86_400.0
 
 
 class TokenBucket:
     """A bucket that refills at `per_s`, above 0, up to `capacity` and starts full."""
 
-    __slots__ = ("_capacity", "_level", "_per_s", "_updated_s")
+    __slots__ = ("_level", "_per_s", "_updated_s", "capacity")
 
     def __init__(self, per_s: float, capacity: float) -> None:
+        self.capacity = capacity
         self._per_s = per_s
-        self._capacity = capacity
         self._level = capacity
         self._updated_s = -math.inf
 
     def level(self, now_s: float) -> float:
         """Return the tokens left; negative when overdrawn."""
-        return min(self._capacity, self._level + (now_s - self._updated_s) * self._per_s)
+        return min(self.capacity, self._level + (now_s - self._updated_s) * self._per_s)
+
+    def wait_s(self, now_s: float, amount: float = 1.0) -> float:
+        """Return the seconds until `amount` can be taken. A full bucket grants more than its capacity."""
+        return max(0.0, min(amount, self.capacity) - self.level(now_s)) / self._per_s
 
     def take(self, now_s: float, amount: float = 1.0) -> float:
-        """Take `amount` and return 0.0, or take nothing and return the seconds until it can be taken.
-
-        A full bucket grants more than its capacity, and is then overdrawn.
-        """
-        level = self.level(now_s)
-        needed = min(amount, self._capacity)
-        if level < needed:
-            return (needed - level) / self._per_s
-        self.add(now_s, -amount)
-        return 0.0
+        """Take `amount` and return 0.0, or take nothing and return the seconds until it can be taken."""
+        wait_s = self.wait_s(now_s, amount)
+        if not wait_s:
+            self.add(now_s, -amount)
+        return wait_s
 
     def add(self, now_s: float, amount: float) -> None:
         """Add tokens; a negative `amount` draws tokens that were already used."""
-        self._level = min(self._capacity, self.level(now_s) + amount)
-        self._updated_s = now_s
+        self.set(now_s, self.level(now_s) + amount)
+
+    def set(self, now_s: float, level: float) -> None:
+        self._level, self._updated_s = min(self.capacity, level), now_s
+
+
+class DayBucket(TokenBucket):
+    """A bucket that is full again at midnight (UTC)."""
+
+    __slots__ = ()
+
+    def __init__(self, capacity: float) -> None:
+        super().__init__(1.0, capacity)
+        self._updated_s = 0.0
+
+    def level(self, now_s: float) -> float:
+        return self._level if now_s // DAY_S <= self._updated_s // DAY_S else self.capacity
+
+    def wait_s(self, now_s: float, amount: float = 1.0) -> float:
+        return 0.0 if self.level(now_s) >= min(amount, self.capacity) else DAY_S - now_s % DAY_S
 
 
 class DecayedSum:

@@ -41,7 +41,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 TESTS: Final = {
     "cache/allocators": ("tests/cache/allocators/test_*.py", "tests/cache/test_*.py"),
     "cache/hashing.py": ("tests/cache/test_*.py",),
-    "cache/redis_index": ("tests/cache/redis_index/test_*.py", "tests/server/auth/test_shared_limits.py"),
+    "cache/redis_index": ("tests/cache/redis_index/test_*.py",),
     "server/auth": ("tests/server/auth/test_*.py", "tests/server/test_limits.py", "tests/server/test_doors.py"),
     "server/http": (
         "tests/server/http/test_*.py",

@@ -142,7 +142,6 @@ SET_BY_THE_CHART: Final[dict[str, dict[str, str]]] = {
         "ops-key-file": "opsKey.enabled",
         "api-keys": "apiKeys.enabled",
         "limits-gateways": "gateway.replicas",
-        "limits-redis-username": "redis.limitsUsername",
     },
     "worker": _BOTH
     | {
@@ -170,6 +169,7 @@ SET_BY_THE_CHART: Final[dict[str, dict[str, str]]] = {
 INSTEAD: Final = {
     "logging": "log-level and log-format in gateway.options and worker.options, and access-log in gateway.options",
     "gateway.scaleObjectiveSeconds": "gateway.options.scale-objective-s",
+    "redis.limitsUsername": "redis.gatewayUsername",
     "gateway.extraArgs": "each option in gateway.options",
     "worker.extraArgs": "each option in options",
     "worker.vllm.blockSize": "--block-size in vllm.extraArgs",

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 from redis.exceptions import NoScriptError, ResponseError
 
@@ -30,6 +31,7 @@ from cache.redis_index.script import LOOKUP, Query, make_query
 from cache.types import HASH_BYTES, BlockHash
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_WORKERS_PER_SHARD: Final = 4000
 """Lua's unpack takes some 8,000 values at most."""
@@ -81,12 +83,12 @@ class RedisIndex:
         settings = settings or ReaderSettings()
         schema.check_key_part("key prefix", settings.prefix)
         self._count = count
-        self._shards = [Shard(url, number, settings, count) for number in range(settings.num_shards)]
+        self.shards = [Shard(url, number, settings, count) for number in range(settings.num_shards)]
 
     async def run(self) -> None:
         """Keep the connections and the registry; end only by cancellation."""
         async with asyncio.TaskGroup() as group:
-            for shard in self._shards:
+            for shard in self.shards:
                 group.create_task(shard.client.run())
                 group.create_task(shard.probe())
 
@@ -96,8 +98,8 @@ class RedisIndex:
         """See `PrefixIndex`. Read the shards in parallel; those that fail contribute no candidate."""
         blob = b"".join(hashes[:MAX_BLOCKS])
         assert len(blob) % HASH_BYTES == 0
-        open_shards = [shard for shard in self._shards if not shard.breaker_open]
-        if len(open_shards) < len(self._shards):
+        open_shards = [shard for shard in self.shards if not shard.breaker_open]
+        if len(open_shards) < len(self.shards):
             self._count("skipped")
         if len(open_shards) == 1:
             return await open_shards[0].lookup_in_time(blob, model, num_tokens)
@@ -107,20 +109,20 @@ class RedisIndex:
 
     def members(self) -> list[WorkerMember]:
         """Return the registry as last read, lapsed leases included; empty before the first read."""
-        return [member for shard in self._shards for member in shard.registry.members()]
+        return [member for shard in self.shards for member in shard.registry.members()]
 
     async def entries(self) -> list[RegistryEntry]:
         """Read the registry. Raises RedisDownError."""
-        for shard in self._shards:
+        for shard in self.shards:
             await shard.refresh()
         return self.seen_entries()
 
     def seen_entries(self) -> list[RegistryEntry]:
         """Return the registry as lookups last read it, at most `poll_s` ago while Redis answers."""
-        return [entry for shard in self._shards for entry in shard.registry.entries()]
+        return [entry for shard in self.shards for entry in shard.registry.entries()]
 
     def health(self) -> list[ShardHealth]:
-        return [ShardHealth(shard.client.label, shard.client.up, shard.breaker_open) for shard in self._shards]
+        return [ShardHealth(shard.client.label, shard.client.up, shard.breaker_open) for shard in self.shards]
 
 
 class Shard:
@@ -131,8 +133,8 @@ class Shard:
         self._count = count
         client_settings = ClientSettings(settings.username, settings.password, max_pending=1024)
         self.client = RedisClient(url, client_settings, count=count, on_change=self._connection_changed)
-        self._keys = schema.Keys(settings.prefix, number)
-        self._hashes = HashReader(self.client, self._keys, _TIMEOUT_S)
+        self.keys = schema.Keys(settings.prefix, number)
+        self._hashes = HashReader(self.client, self.keys, _TIMEOUT_S)
         self.registry = Registry(count, Signer(settings.cluster_secret, settings.prefix, number))
         self._queries: dict[str | None, Query] = {}
         self._evalsha = b"EVALSHA_RO"
@@ -153,12 +155,19 @@ class Shard:
 
     async def lookup_in_time(self, blob: bytes, model: str | None, num_tokens: int = 0) -> list[Candidate] | None:
         """Look up within the deadline, or return None and count a failure."""
+        candidates = await self.in_time(partial(self.lookup, blob, model, num_tokens))
+        if candidates is not None:
+            self.succeeded()
+        return candidates
+
+    async def in_time(self, ask: Callable[[], Awaitable[T | None]]) -> T | None:
+        """Return what Redis answers within the deadline, or None and count a failure."""
         begun_at = time.monotonic()
         try:
             async with asyncio.timeout(None) as limit:
                 timer = LoopTimer(self._settings.deadline_s, lambda: limit.reschedule(0.0))
                 try:
-                    candidates = await self.lookup(blob, model, num_tokens)
+                    return await ask()
                 finally:
                     timer.cancel()
         except (TimeoutError, RedisDownError) as error:
@@ -167,9 +176,6 @@ class Shard:
         except Exception:  # an error here must cost prefix hits, never a request
             logger.exception("lookup failed")
             self._count("invalid")
-        else:
-            self.succeeded()
-            return candidates
         self.failed(begun_at)
         return None
 
@@ -244,7 +250,7 @@ class Shard:
         # Reading by name costs more than reading unneeded states. But foreign values may be of any size and number.
         has_foreign_states = self.registry.has_foreign_states
         by_name = self._hvals_refused or has_foreign_states or 2 * len(workers) < len(self.registry)
-        return make_query(self._evalsha, self._keys, workers, by_name=by_name, guarded=has_foreign_states)
+        return make_query(self._evalsha, self.keys, workers, by_name=by_name, guarded=has_foreign_states)
 
     def _candidates(self, query: Query, num_blocks: int, reply: Reply, *, has_states: bool = True) -> list[Candidate]:
         try:

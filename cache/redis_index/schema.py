@@ -76,6 +76,7 @@ class Keys:
     {prefix:shard}:b:<worker id>:<epoch>:<version>:<tier>    the same of a store below it
     {prefix:shard}:e:<worker id>:<epoch>:<version>           HASH of a pool with ends, with a TTL: an entry -> where a
                                                              hit stops that matches up to it, in blocks
+    {prefix:shard}:limits:<key>                              HASH: what is used of an API key's limits
     """
 
     __slots__ = ("_tag", "members", "states", "version")
@@ -90,6 +91,9 @@ class Keys:
         """Return the key of the pool's set, or of a tier's."""
         end = "" if tier is None else f":{tier}"
         return f"{self._tag}:b:{worker_id}:{epoch}:{version}{end}".encode()
+
+    def limits(self, key: str) -> bytes:
+        return f"{self._tag}:limits:{key}".encode()
 
     def pool(self, member: WorkerMember, version: int) -> bytes:
         """Return the key of the pool's set, or of its hash if it has ends."""

@@ -187,7 +187,7 @@ class GenerateEndpoint(ABC):
         if services.stopping.is_set():
             raise ShuttingDownError
         if usage is not None:
-            usage.take("tokens", num_prompt_tokens)
+            usage.take_tokens(num_prompt_tokens)
         answer = Answer(request.formatter, response, prepare, begin)
         headers, is_streamed = request.headers(), request.stream
         del request, prepare  # the body

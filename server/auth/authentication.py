@@ -92,7 +92,7 @@ class AuthenticationMiddleware:
         return self._app(scope, receive, send)
 
     async def _limited(self, usage: KeyUsage, scope: Scope, receive: Receive, send: Send) -> None:
-        usage.admit()
+        await usage.admit()
         try:
             await self._app(scope, receive, send)
         finally:

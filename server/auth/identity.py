@@ -26,12 +26,14 @@ The format is TOML: `headstart keys` prints an entry to append, and comments can
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import secrets
 import tomllib
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Final
@@ -40,7 +42,7 @@ import msgspec
 from msgspec import Meta
 from starlette.types import Scope
 
-from server.auth.fleet_limits import FleetLimits
+from cache.redis_index import LEASE_S, KeyUse
 from server.auth.limits import LABEL, KeyEntry, KeyUsage, TenantEntry
 from server.errors import ForbiddenError, InvalidRequestError
 from worker.common.command_line import reason
@@ -158,18 +160,19 @@ class KeyFile(WatchedFiles):
         self,
         path: Path,
         cluster_secret: bytes,
-        limits: FleetLimits | None = None,
+        counter: KeyUse | None = None,
+        num_gateways: int = 1,
         *,
         on_reload: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        """Raises ValueError. `limits`: None if this gateway is the only one. `on_reload`: "loaded" or "rejected"."""
+        """Raises ValueError. `counter`: None without a Redis. `on_reload`: "loaded" or "rejected"."""
         super().__init__([path])
         self._cluster_secret = cluster_secret
         self._on_reload = on_reload
         self._blinding = secrets.token_bytes()
         self._identities: dict[bytes, Identity] = {}
         """By the blinded digest of the key."""
-        self._limits = limits
+        self._new_usage = partial(KeyUsage, counter, num_gateways=num_gateways)
         self._usages: dict[str, KeyUsage] = {}
         self._tenants: dict[str, tuple[TenantEntry, KeyUsage | None]] = {}
         self._load()
@@ -184,7 +187,7 @@ class KeyFile(WatchedFiles):
                 if isinstance(entry, KeyEntry)
                 else digest_of(b"tenant\0" + entry.tenant.encode()).hex()
             )
-            usage = old_usages.pop(digest, None) or KeyUsage(self._limits, digest[:16])
+            usage = old_usages.pop(digest, None) or self._new_usage(digest[:16])
             usage.apply(entry)
             self._usages[digest] = usage
             limited = usage if usage.has_limits else None
@@ -192,9 +195,14 @@ class KeyFile(WatchedFiles):
                 loaded[self._blinded(bytes.fromhex(digest))] = Identity(self._cluster_secret, entry, limited)
             else:
                 tenants[entry.tenant] = entry, limited
-        for usage in old_usages.values():  # of removed entries: the fleet forgets their limits
-            usage.apply(None)
         self._identities, self._tenants = loaded, tenants
+
+    async def renew_leases(self) -> None:
+        """Report to Redis how many requests are open, until cancelled."""
+        while True:
+            await asyncio.sleep(LEASE_S / 4)
+            for usage in self._usages.values():
+                usage.renew_lease()
 
     def __len__(self) -> int:
         return len(self._identities)

@@ -288,7 +288,7 @@ REFUSED = [
     ({"redis": {"mode": "external", "external": {"url": "http://r"}}}, "redis.external.url"),
     ({"redis": {"mode": "external", "external": {"url": "redis://a,r:6380/0"}}}, "would close port 6380"),
     ({"redis": {"workerUsername": ""}}, "redis.gatewayUsername"),
-    ({"redis": {"limitsUsername": "headstart-gateway"}}, "redis.gatewayUsername"),
+    ({"redis": {"workerUsername": "headstart-gateway"}}, "redis.gatewayUsername"),
     ({"gateway": {"ingress": {"enabled": True}}}, "gateway.ingress.hosts"),
     ({"gateway": {"httpRoute": {"enabled": True}}}, "gateway.httpRoute.parentRefs"),
     ({"gateway": {"autoscaling": {"enabled": True, "kind": "keda"}}}, "gateway.autoscaling.prometheusAddress"),

@@ -62,11 +62,11 @@ async def until_ready(url: str, process: asyncio.subprocess.Process) -> None:
 
 
 @asynccontextmanager
-async def gateway_process(*arguments: str) -> AsyncIterator[Process]:
+async def gateway_process(*arguments: str, module: str = "server.gateway") -> AsyncIterator[Process]:
     port, ops_port = free_ports(2)
     ports = ("--port", str(port), "--ops-port", str(ops_port))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "server.gateway", *ports, *arguments, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", module, *ports, *arguments, stderr=asyncio.subprocess.PIPE
     )
     drained = asyncio.create_task(process.stderr.read())  # type: ignore[union-attr]
     try:

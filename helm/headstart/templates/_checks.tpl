@@ -84,8 +84,8 @@
 {{- if not (has $port $ports) }}{{ fail (printf "redis.external.ports: the NetworkPolicies would close port %s of redis.external.url; add it" $port) }}{{ end -}}
 {{- end -}}
 {{- end -}}
-{{- if and (eq .mode "builtin") (ne 5 (list "default" "probe" .gatewayUsername .limitsUsername .workerUsername | compact | uniq | len)) -}}
-{{- fail "redis.gatewayUsername: the builtin Redis needs three users, here and in limitsUsername and workerUsername, none of them default or probe" -}}
+{{- if and (eq .mode "builtin") (ne 4 (list "default" "probe" .gatewayUsername .workerUsername | compact | uniq | len)) -}}
+{{- fail "redis.gatewayUsername: the builtin Redis needs two users, here and in workerUsername, none of them default or probe" -}}
 {{- end -}}
 {{- if contains "@" .external.url }}{{ fail "redis.external.url: put no password into it; name a Secret in redis.existingSecret" }}{{ end -}}
 {{- end -}}

@@ -13,7 +13,6 @@ from redis.asyncio.connection import Connection
 
 from cache.redis_index.client import RedisClient, RedisDownError, diagnose
 from cache.redis_index.connection import MAX_REPLY_BYTES, ClientSettings
-from cache.redis_index.gateway_records import MAX_LATE, GatewayRecords
 from tests.redis_server import until
 from tests.running import listening, running
 from tests.waiting import HANG_S
@@ -213,28 +212,6 @@ async def test_a_client_goes_on_where_a_slot_has_moved(moved_to: str, seeds: str
                 await until(lambda: client.up)
                 assert await call(client, "HELLO") == b"HELLO"
                 assert (first.num_connections, owner.num_connections) == (1, 1)
-
-
-async def test_a_stall_of_redis_deletes_no_records_of_gateways() -> None:
-    """They have what ended gateways left of the day's budgets. Only many late replies in a row delete them."""
-    asked = []
-    replies = {b"HGETALL": b"*0\r\n", b"HSET": b":1\r\n", b"EXPIRE": b":1\r\n"}
-
-    def answer(words: list[bytes]) -> bytes:
-        asked.append(words[0])
-        return sane(words) if words[0] == b"PING" else replies.get(words[0], b"")
-
-    async with listening(Scripted(answer).serve) as port:
-        records = GatewayRecords(f"redis://127.0.0.1:{port}", "p", b"", ClientSettings(stall_s=HANG_S))
-        async with running(records):
-            await until(lambda: b"PING" in asked)
-            assert await records.exchange("g", "1", b"", HANG_S) == {}
-            replies.clear()
-            for num_late in range(1, MAX_LATE + 1):
-                with suppress(RedisDownError):
-                    await records.exchange("g", "1", b"", 0.001)
-                await until(lambda num=num_late: asked.count(b"HGETALL") + asked.count(b"DEL") == 1 + num)  # type: ignore[misc]
-                assert (b"DEL" in asked) == (num_late == MAX_LATE)
 
 
 async def test_number_of_waiting_commands_is_limited() -> None:

@@ -64,7 +64,7 @@ async def test_lookups_in_a_row_leave_the_states_out(redis_server: RedisServer) 
     settings = replace(READER, deadline_s=HANG_S, states_age_s=HANG_S)
     for num_workers in (MAX_ALL_STATES, NUM_WORKERS):
         index = RedisIndex(redis_server.url, settings)
-        (shard,) = index._shards
+        (shard,) = index.shards
         async with running(client, index), linked(index):
             await until(lambda: client.up)
             await populate(client, hashes, num_workers, "head")

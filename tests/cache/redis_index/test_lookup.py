@@ -43,7 +43,7 @@ async def test_lookup_returns_every_live_worker_and_its_match(redis_server: Redi
         assert [item.load for item in found] == [load] * 4
         assert all(item.load_age_s < HANG_S for item in found)
         assert await matches(index, chain(3)) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
-        (shard,) = index._shards
+        (shard,) = index.shards
         shard.failed(time.monotonic())
         assert await matches(index, []) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
         assert shard._num_failures == 0, "failures count in a row alone"
@@ -61,7 +61,7 @@ async def test_a_defect_in_a_lookup_costs_its_matches_alone(
     async with linked(writer, index):
         await hold(hashes, index, writer)
         with monkeypatch.context() as patch:
-            patch.setattr(index._shards[0], "_candidates", lambda *_, **__: 1 / 0)
+            patch.setattr(index.shards[0], "_candidates", lambda *_, **__: 1 / 0)
             assert await index.lookup(hashes) is None
         assert "invalid" in events
         assert "ZeroDivisionError" in caplog.text
@@ -142,7 +142,7 @@ async def test_concurrent_lookups_on_a_new_connection_all_succeed(redis_server: 
     async with linked(writer, index):
         await hold(hashes, index, writer)
         redis_server.command("SCRIPT", "FLUSH")
-        (shard,) = index._shards
+        (shard,) = index.shards
         shard._evalsha = b"EVALSHA_RO"
         shard._queries.clear()
         found = await asyncio.gather(*(matches(index, hashes) for _ in range(50)))

@@ -118,7 +118,7 @@ async def stands(server: RedisServer, place: str, num_bytes: int, most_bytes: in
     settings = WriterSettings(timeout_s=HANG_S, lease_s=LASTING.lease_s, cluster_secret=SECRET)
     writers = [IndexWriter(server.url, member(f"w{n}"), settings) for n in range(2)]
     index = RedisIndex(server.url, SETTINGS)
-    (shard,) = index._shards
+    (shard,) = index.shards
     async with linked(index, *writers):
         await hold(hashes, index, *writers)
         with peak() as use:
@@ -189,7 +189,7 @@ async def test_long_names_in_both_hashes_end_no_connection_twice(server: RedisSe
         server.url, member(), WriterSettings(timeout_s=HANG_S, lease_s=LASTING.lease_s, cluster_secret=SECRET)
     )
     index = RedisIndex(server.url, SETTINGS)
-    (shard,) = index._shards
+    (shard,) = index.shards
     changed = shard.client._on_change
 
     def note(up: bool) -> None:
@@ -223,7 +223,7 @@ async def test_a_dropped_connection_frees_what_it_has_read(server: RedisServer) 
     index = RedisIndex(server.url, SETTINGS)
     await asyncio.to_thread(put, server, "version", 100 * MIB)
     async with linked(index):
-        (shard,) = index._shards
+        (shard,) = index.shards
         with peak() as use:
             for _ in range(2):
                 await until(lambda: shard.client.up)

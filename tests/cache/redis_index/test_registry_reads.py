@@ -111,7 +111,7 @@ async def test_wrongly_read_registry_is_read_again(redis_server: RedisServer, se
     index = RedisIndex(redis_server.url, settings)
     async with linked(writer, index):
         await hold(hashes, index, writer)
-        index._shards[0].registry.refresh([], [])
+        index.shards[0].registry.refresh([], [])
         assert await matches(index, hashes) == {}
         await until(becomes(index, hashes, {"w0": 3}))
 
@@ -192,6 +192,6 @@ async def test_too_many_members_hide_no_known_one(redis_server: RedisServer, mon
                 redis_server.command("HSET", "{headstart:0}:members", f"w{n}", schema.encode_member(member(f"w{n}")))
             version = f"of {num_members}"
             redis_server.command("SET", "{headstart:0}:version", version)
-            await until(lambda version=version: index._shards[0]._version == version.encode())  # type: ignore[misc]
+            await until(lambda version=version: index.shards[0]._version == version.encode())  # type: ignore[misc]
             assert await matches(index, hashes) == {"w0": 3}
             assert [m.worker_id for m in index.members()] == ["w0", "w1", "w2"]

@@ -17,7 +17,6 @@ from starlette.types import Scope
 from server import cli
 from server.auth import identity
 from server.auth.authentication import MAX_KEY_BYTES, Authenticator
-from server.auth.fleet_limits import FleetLimits
 from server.auth.identity import (
     MAX_FILE_BYTES,
     Identity,
@@ -277,65 +276,64 @@ def test_sources_are_bounded() -> None:
 
 
 def limited(clock: Callable[[], float] = lambda: 50.0, **limits: int) -> KeyUsage:
-    usage = KeyUsage(FleetLimits(clock=clock))
+    usage = KeyUsage(clock=clock)
     usage.apply(KeyEntry(tenant="t", digest="", **limits))
     return usage
 
 
-def test_requests_a_minute() -> None:
+async def test_requests_a_minute() -> None:
     now_s = 50.0
     usage = limited(lambda: now_s, requests_per_minute=6)
     for remaining in range(5, -1, -1):
-        usage.admit()
+        await usage.admit()
         assert (b"x-ratelimit-remaining-requests", b"%d" % remaining) in usage.headers()
     with pytest.raises(OverloadedError) as refused:
-        usage.admit()
+        await usage.admit()
     assert refused.value.retry_after_s == pytest.approx(10.0)
     assert (b"x-ratelimit-reset-requests", b"1m0s") in usage.headers()
     assert (b"retry-after", b"10") in refused.value.headers()
     now_s += 10.0
-    usage.admit()
+    await usage.admit()
     assert Identity(b"", KeyEntry(digest="", tenant="t")).usage is None, "no limits, no usage"
 
 
 def test_tokens_a_minute_may_be_overdrawn() -> None:
     now_s = 50.0
     usage = limited(lambda: now_s, tokens_per_minute=600)
-    usage.take("tokens", 400)
+    usage.take_tokens(400)
     assert (b"x-ratelimit-remaining-tokens", b"200") in usage.headers()
     usage.add_tokens(260)
-    assert usage._allotments["tokens"].demand.at(now_s) == 660.0
     with pytest.raises(OverloadedError) as refused:
-        usage.take("tokens", 40)
+        usage.take_tokens(40)
     assert refused.value.retry_after_s == pytest.approx(10.0)
     now_s += 10.0
-    usage.take("tokens", 40)
+    usage.take_tokens(40)
     now_s += 60.0
-    usage.take("tokens", 10_000)  # more than a minute's worth goes through a full bucket, and is waited for after
+    usage.take_tokens(10_000)  # more than a minute's worth goes through a full bucket, and is waited for after
     with pytest.raises(OverloadedError) as refused:
-        usage.take("tokens", 1)
+        usage.take_tokens(1)
     assert refused.value.retry_after_s == pytest.approx(940.1)
 
 
-def test_refused_request_does_not_count_as_open() -> None:
+async def test_refused_request_does_not_count_as_open() -> None:
     usage = limited(max_streams=1, requests_per_minute=1)
-    usage.admit()
+    await usage.admit()
     usage.close()
     for _ in range(3):
         with pytest.raises(OverloadedError, match="a minute"):
-            usage.admit()
+            await usage.admit()
 
 
-def test_prompts_admitted_together_do_not_overspend_the_day() -> None:
+async def test_prompts_admitted_together_do_not_overspend_the_day() -> None:
     """They are admitted before their bodies come, when all of the budget is left."""
     usage = KeyUsage()
     usage.apply(KeyEntry(digest="sha256:" + "0" * 64, tenant="t", tokens_per_day=1000))
     for _ in range(3):
-        usage.admit()
-    usage.take("tokens", 900)
-    usage.take("tokens", 900)  # a last one may overdraw
+        await usage.admit()
+    usage.take_tokens(900)
+    usage.take_tokens(900)  # a last one may overdraw
     with pytest.raises(OverloadedError, match="a day"):
-        usage.take("tokens", 900)
+        usage.take_tokens(900)
 
 
 def test_a_reloaded_limit_keeps_what_was_used(tmp_path: Path) -> None:
@@ -349,16 +347,16 @@ def test_a_reloaded_limit_keeps_what_was_used(tmp_path: Path) -> None:
         assert found.usage is not None
         return found.usage
 
-    usage().take("tokens", 500)
+    usage().take_tokens(500)
     path.write_text(entry("k", extra="tokens_per_minute = 300"))
     keys.reload()
     with pytest.raises(OverloadedError, match="300 tokens"):
-        usage().take("tokens", 200)
+        usage().take_tokens(200)
     path.write_text(entry("other"))
     keys.reload()
     path.write_text(entry("k", extra="tokens_per_minute = 300"))
     keys.reload()
-    usage().take("tokens", 200)  # the usage of a key that was taken away is forgotten
+    usage().take_tokens(200)  # the usage of a key that was taken away is forgotten
 
 
 def test_a_replaced_entry_counts_at_once(tmp_path: Path) -> None:

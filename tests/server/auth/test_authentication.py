@@ -17,11 +17,10 @@ import pytest
 from server.auth.identity import KeyFile, digest_text
 from server.auth.limits import AuthThrottle
 from server.router.queue import FULL_S
-from tests.server.auth.test_shared_limits import is_live
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import Refuse, ScriptedWorker, listening, script_of
 from tests.server.test_app import chat, post
-from tests.server.test_gateway import gateway_process
+from tests.server.test_gateway import Process, gateway_process
 from tests.waiting import HANG_S, until
 
 KEYS = {
@@ -47,6 +46,13 @@ ROUTES = [
     ("POST", "/detokenize"),
     ("GET", "/version"),
 ]
+
+
+async def is_live(gateway: Process) -> bool:
+    try:
+        return (await gateway.get(gateway.url + "/health/live"))[0] == 200
+    except aiohttp.ClientError:
+        return False
 
 
 @pytest.fixture

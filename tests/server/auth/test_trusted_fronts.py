@@ -44,7 +44,7 @@ def request(key: str, *tenants: bytes) -> Scope:
     return {"type": "http", "headers": headers, "client": ("192.0.2.1", 1)}
 
 
-def test_a_front_names_tenants_with_their_own_rights(keys: dict[str, Any]) -> None:
+async def test_a_front_names_tenants_with_their_own_rights(keys: dict[str, Any]) -> None:
     file = KeyFile(Path(keys["api_keys"]), b"secret")
     who = Authenticator(file, tenant_identity(b"secret", "default"))
     scope = request(FRONT, b"acme")
@@ -60,13 +60,13 @@ def test_a_front_names_tenants_with_their_own_rights(keys: dict[str, Any]) -> No
     assert other.usage is front.usage, "tenants without limits of their own share those of the front"
     assert acme.usage is not None
     for _ in range(2):
-        acme.usage.admit()
+        await acme.usage.admit()
     with pytest.raises(OverloadedError):
-        who.authenticate(request(FRONT, b"acme")).usage.admit()  # type: ignore[union-attr]
+        await who.authenticate(request(FRONT, b"acme")).usage.admit()  # type: ignore[union-attr]
     file.reload()
     with pytest.raises(OverloadedError):
-        who.authenticate(request(FRONT, b"acme")).usage.admit()  # type: ignore[union-attr]
-    Path(keys["api_keys"]).write_text(KEYS.partition("[[tenants]]")[0])
+        await who.authenticate(request(FRONT, b"acme")).usage.admit()  # type: ignore[union-attr]
+    file.paths[0].write_text(KEYS.partition("[[tenants]]")[0])
     file.reload()
     assert who.authenticate(request(FRONT, b"acme")).usage is front.usage
 
