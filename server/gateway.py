@@ -44,7 +44,7 @@ from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
 from server.http.middleware import Application, KnownHostsMiddleware
 from server.http.protocol import HttpLimits
-from server.http.server import Listener, affordable_connections
+from server.http.server import GatewayListener, affordable_connections
 from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
 from server.models.registry import Models
@@ -179,7 +179,7 @@ class Gateway:
             drain_grace_s=config.drain_grace_s,
             keep_alive_s=config.keep_alive_s,
         )
-        self._listeners: tuple[Listener, ...] = ()
+        self._listeners: tuple[GatewayListener, ...] = ()
         self._notice: asyncio.TimerHandle | None = None
         """Ends the notice of a drain."""
         self._has_signal = False
@@ -188,9 +188,9 @@ class Gateway:
         """Serve until drained. A listener that fails ends the process."""
         config = self._config
         tls = None if self._certificate is None else self._certificate.context
-        public = Listener(self.public, public_socket, self.http_limits, tls)
+        public = GatewayListener(self.public, public_socket, self.http_limits, tls)
         known = HostNames(ops_socket.getsockname()[0], (config.ops_host, *config.ops_hosts))
-        ops = Listener(KnownHostsMiddleware(self.ops, known, "--ops-hosts"), ops_socket, self.http_limits, tls)
+        ops = GatewayListener(KnownHostsMiddleware(self.ops, known, "--ops-hosts"), ops_socket, self.http_limits, tls)
         self._listeners = (public, ops)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -29,8 +29,10 @@ from cache.records import WorkerMember
 from cache.redis_index import WriterSettings, check_key_part
 from worker.common.capabilities import CHAT, GENERATING
 from worker.common.checks import missing_extra
+from worker.common.connection_limit import ConnectionLimit
 from worker.common.cores import bound_spinning
 from worker.common.http_protocol import StrictProtocol
+from worker.common.listener import Listener
 from worker.common.logs import configure_logging
 from worker.common.proof import gateway_token
 from worker.common.sockets import allow_files, is_loopback, listen, reachable
@@ -52,6 +54,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_HANDSHAKE_S: Final = 10.0
+_MIN_CONNECTIONS: Final = 16
+_SPARE_FILES: Final = 256
+"""Files that are no connections of a gateway or to an engine."""
 _SHUTDOWN_S: Final = 2  # for uvicorn's connections, whose requests have ended before
 _RETIRE_S: Final = 1.0  # without Redis the lease ends by itself
 _CONNECT_S: Final = 1.0
@@ -133,7 +139,9 @@ class Worker:
                 url = f"{scheme}://{host}:{port}"
                 if is_loopback(host) and not is_loopback(self._config.host):
                     _say(f"only gateways on this machine can reach {url}: give --advertise-url to be reached by others")
-            server = uvicorn.Server(self._uvicorn_config(url))
+            num_files = allow_files(_MAX_FILES)
+            limit = ConnectionLimit(max(_MIN_CONNECTIONS, (num_files - _SPARE_FILES) // 2))  # an engine's need as many
+            server = Listener(self._uvicorn_config(url), limit, _HANDSHAKE_S)
         except (OSError, ValueError) as error:
             _say(str(error))
             return _REFUSED
@@ -141,7 +149,6 @@ class Worker:
         self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # we drain first
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="http")
         worker_id = self._config.worker_id or f"{socket.gethostname()}-{port}"
         life = asyncio.create_task(self._live(url, worker_id), name="worker")

@@ -1,4 +1,4 @@
-"""A client's connection on any port of the gateway, and the bound on them: strict HTTP, timeouts, probes, error bodies.
+"""A client's connection on any port of the gateway: strict HTTP, timeouts, probes, error bodies.
 
 A read is the first to notice that a client has left. So reading pauses only while the app does not take the body, never
 while it makes an answer. The end of the input does not prove that the client has left. It may shut its sending side
@@ -17,6 +17,7 @@ from typing import Any, Final
 from server.errors import HeaderTooLargeError, HttpVersionError, InvalidRequestError
 from server.event_loop import ByteCollector
 from server.http.stream import CLIENT, ClientConnection
+from worker.common.connection_limit import ConnectionLimit
 from worker.common.http_protocol import StrictProtocol
 from worker.common.http_reader import RequestHead
 
@@ -43,44 +44,6 @@ class HttpLimits:
     """How long an idle connection stays open. A balancer that keeps it for longer would send a request as it closes."""
 
 
-class ConnectionLimit:
-    """A bound on the open connections of a port: the connection idle longest is closed for a new one."""
-
-    def __init__(self, max_connections: int) -> None:
-        self._max_connections = max_connections
-        self._num_open = 0
-        self.keeps_alive = True
-        """False once the port will close: each answer ends its connection, and clients open the next one elsewhere."""
-        self._waiting: dict[GatewayProtocol, None] = {}
-        """Connections without a complete head, the longest wait first."""
-
-    def open(self, connection: GatewayProtocol) -> bool:
-        """Return False if this connection has to be closed: all others have a request."""
-        self._num_open += 1
-        self._waiting[connection] = None
-        if self._num_open <= self._max_connections:
-            return True
-        oldest = next(iter(self._waiting))
-        if oldest is connection:
-            return False
-        del self._waiting[oldest]
-        oldest.drop()
-        return True
-
-    def begin(self, connection: GatewayProtocol) -> None:
-        """Mark the connection as busy: the head of its request is complete."""
-        self._waiting.pop(connection, None)
-
-    def end(self, connection: GatewayProtocol) -> None:
-        """Mark the connection as idle: its request was answered."""
-        self._waiting[connection] = None
-
-    def close(self, connection: GatewayProtocol) -> None:
-        """Call once for each `open`."""
-        self._num_open -= 1
-        self._waiting.pop(connection, None)
-
-
 class GatewayProtocol(StrictProtocol):
     """One connection."""
 
@@ -98,23 +61,15 @@ class GatewayProtocol(StrictProtocol):
     def __init__(
         self, limits: HttpLimits, connections: ConnectionLimit, collector: ByteCollector, *arguments: Any
     ) -> None:
-        super().__init__(*arguments)
+        super().__init__(*arguments, limit=connections)
         self._collector = collector
         self._limits = limits
-        self._connections = connections
 
     def connection_made(self, transport: Any) -> None:
         self._connection = ClientConnection()
         super().connection_made(transport)
         # A proxy may connect before it has a request.
         self._timer = self.loop.call_later(self._limits.keep_alive_s, self._on_timeout)
-        if not self._connections.open(self):
-            self.drop()
-
-    def drop(self) -> None:
-        """Abort: there are too many connections, and this one has no request."""
-        self._drops_input = True
-        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -122,7 +77,6 @@ class GatewayProtocol(StrictProtocol):
         for timer in (self._timer, self._write_timer, self._probe_timer):
             if timer is not None:
                 timer.cancel()
-        self._connections.close(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return False, which closes the connection, unless a whole request waits for its answer."""
@@ -169,7 +123,6 @@ class GatewayProtocol(StrictProtocol):
     def on_head(self, head: RequestHead) -> None:
         self._cancel_timer()
         self._new_body_bytes = 0
-        self._connections.begin(self)
         super().on_head(head)
         if not self._connections.keeps_alive:
             self.cycle.keep_alive = False
@@ -185,11 +138,6 @@ class GatewayProtocol(StrictProtocol):
         self._cancel_timer()
         super().on_message_complete()
         self.flow.resume_reading()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if not self.transport.is_closing():
-            self._connections.end(self)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import socket
 import ssl
-from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from server.event_loop import ByteCollector
-from server.http.protocol import ConnectionLimit, GatewayProtocol, HttpLimits
+from server.http.protocol import GatewayProtocol, HttpLimits
+from worker.common.connection_limit import ConnectionLimit
+from worker.common.listener import Listener
 from worker.common.sockets import allow_files, in_url
 
 log = logging.getLogger(__name__)
@@ -24,15 +25,14 @@ MIN_CONNECTIONS: Final = 16
 """A port with fewer connections would refuse most clients without a visible reason."""
 
 
-class Listener(uvicorn.Server):
-    """One port. Signals are left to the gateway, which has two and sets `should_exit` and `force_exit`."""
+class GatewayListener(Listener):
+    """One of the gateway's two ports."""
 
     def __init__(
         self, app: ASGIApp, sock: socket.socket, limits: HttpLimits, tls: ssl.SSLContext | None = None
     ) -> None:
         self._socket = sock
         self._limits = limits
-        self._connections = ConnectionLimit(limits.max_connections)
         self._collector = ByteCollector()
         config = uvicorn.Config(
             app,
@@ -50,7 +50,7 @@ class Listener(uvicorn.Server):
         )
         config.load()
         config.ssl = tls
-        super().__init__(config)
+        super().__init__(config, ConnectionLimit(limits.max_connections), limits.header_timeout_s)
 
     @property
     def address(self) -> str:
@@ -59,30 +59,14 @@ class Listener(uvicorn.Server):
 
     def announce_end(self) -> None:
         """Go on, but end each connection with its next answer."""
-        self._connections.keeps_alive = False
+        self.limit.keeps_alive = False
 
     async def run_until_stopped(self) -> None:
         """Serve until `stop`. Return when the last open request has ended, or the grace is over."""
         await self.serve([self._socket])
 
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, with a bound on the TLS handshake: uvloop's can be held open for 60 s."""
-        tls = self.config.ssl
-        handshake_s = None if tls is None else self._limits.header_timeout_s
-        self.servers = [
-            await asyncio.get_running_loop().create_server(
-                self.connection, sock=sock, backlog=self.config.backlog, ssl=tls, ssl_handshake_timeout=handshake_s
-            )
-            for sock in sockets or ()
-        ]
-        self.started = True
-
     def connection(self) -> GatewayProtocol:
-        """Return the protocol of a new connection."""
-        shared = self._limits, self._connections, self._collector
+        shared = self._limits, self.limit, self._collector
         return GatewayProtocol(*shared, self.config, self.server_state, {}, asyncio.get_running_loop())
 
 

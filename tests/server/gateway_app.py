@@ -17,7 +17,7 @@ from server.auth.limits import AuthThrottle
 from server.config import GatewayConfig
 from server.gateway import Gateway
 from server.http.middleware import Application
-from server.http.server import Listener
+from server.http.server import GatewayListener
 from server.metrics import GatewayMetrics
 from server.models.registry import Models
 from server.request.retry_state import RetryBudget
@@ -87,7 +87,7 @@ class PlainRouter:
         placement.calls.append(call)
 
 
-class QuietListener(Listener):
+class QuietListener(GatewayListener):
     """Ends at once when it is stopped, as the scripted workers' server."""
 
     main_loop = QuietServer.main_loop  # type: ignore[assignment]

@@ -6,6 +6,7 @@ stream := event* "data: [DONE]\n\n"          event := "data: " JSON "\n\n" | ": 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 
@@ -14,15 +15,17 @@ class GrammarError(AssertionError):
 
 
 def events(raw: bytes) -> list[Any]:
-    """The JSON of every data event, "[DONE]" included as that string; comments are checked and left out."""
+    """The JSON of every data event, "[DONE]" included as that string; comments before an event are left out.
+
+    An empty line after a comment is an event without data to some readers.
+    """
     if not raw.endswith(b"\n\n"):
         raise GrammarError(f"the stream ends within an event: {raw[-80:]!r}")
     if b"\r" in raw or raw.startswith(b"\xef\xbb\xbf"):
         raise GrammarError("carriage returns and byte order marks have no place here")
     found: list[Any] = []
-    for block in raw.decode("utf-8")[:-2].split("\n\n"):
-        if block.startswith(": "):
-            continue
+    for lines in raw.decode("utf-8")[:-2].split("\n\n"):
+        block = re.sub(r"\A(: .*\n)+", "", lines)
         if not block.startswith("data: ") or "\n" in block:
             raise GrammarError(f"not an event: {block!r}")
         payload = block.removeprefix("data: ")

@@ -27,6 +27,7 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from worker.common.connection_limit import ConnectionLimit
 from worker.common.http_reader import MessageError, RequestHead, RequestReader
 
 MAX_HEAD_BYTES: Final = 64 * 1024  # twice what nginx takes
@@ -65,15 +66,27 @@ class StrictProtocol(HttpToolsProtocol):
     _is_ahead_full = False
     """More input came than is kept: the connection ends after the complete requests in `_ahead`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limit: ConnectionLimit | None = None, **kwargs: Any) -> None:
+        """`limit`: the port's, which has opened this connection."""
         super().__init__(*args, **kwargs)
+        self._connections = limit or ConnectionLimit(0)
         self.parser = None  # type: ignore[assignment]  # it holds this object
         self._reader = RequestReader(MAX_HEAD_BYTES)
         self._ahead = bytearray()
         """The input after the request that is being answered."""
 
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._connections.made(self)
+
+    def drop(self) -> None:
+        """Abort: there are too many connections, and this one has no request."""
+        self._drops_input = True
+        self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._connections.close(self)
         self._drops_input = True
         self._ahead.clear()
 
@@ -115,6 +128,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def on_head(self, head: RequestHead) -> None:
         """Start the answer."""
+        self._connections.begin(self)
         path, _, query = head.target.partition(b"?")
         self.scope = {
             "type": "http",
@@ -159,6 +173,8 @@ class StrictProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Continue the connection."""
+        if not self.transport.is_closing():
+            self._connections.end(self)
         cycle: Any = self.cycle
         cycle.transport.flush()
         super().on_response_complete()

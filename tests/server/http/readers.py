@@ -14,12 +14,13 @@ from typing import Any, Final
 
 import h11
 import uvicorn
-from uvicorn.server import ServerState
 
 from server.http.protocol import HttpLimits
-from server.http.server import Listener
+from server.http.server import GatewayListener
 from tests.server.http.pipelines import Read
 from tests.waiting import until
+from worker.common.connection_limit import ConnectionLimit
+from worker.common.listener import Listener
 from worker.config import parse
 from worker.main import Worker
 
@@ -101,15 +102,14 @@ class OurPort:
         self._app = Recorder()
         if name in ("public", "ops"):
             with socket.create_server(("127.0.0.1", 0)) as sock:
-                listener = Listener(self._app, sock, LIMITS)
+                listener = GatewayListener(self._app, sock, LIMITS)
             self._connection: Callable[[], Any] = listener.connection
         else:
             options = {"worker": ["--model", "m"], "adapter": ["--engine", "vllm", "--engine-url", "http://h"]}
             worker = Worker(parse([*options[name], "--port", "0"]))
             config: uvicorn.Config = worker._uvicorn_config("http://h")
             config.loaded_app = self._app  # type: ignore[assignment]
-            kind: Any = config.http_protocol_class
-            self._connection = lambda: kind(config=config, server_state=ServerState(), app_state={})
+            self._connection = Listener(config, ConnectionLimit(10), 10.0).connection
 
     async def read(self, pieces: list[bytes]) -> tuple[list[Read], list[int], bool]:
         """Return the requests that the app has read, the statuses of the answers, and whether the connection ended."""

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 
 from server.api.endpoint import read_body
 from server.http import protocol
-from server.http.protocol import ConnectionLimit
-from server.http.server import Listener
+from server.http.server import GatewayListener
 from server.http.stream import CancelOnDisconnect, ClientGoneError, client_of
 from tests.certificates import Authority
 from tests.server.http.readers import MemoryTransport
 from tests.server.http.test_tls import LIMITS, Port
 from tests.waiting import HANG_S, until
 from worker.common import http_protocol
+from worker.common.connection_limit import ConnectionLimit
 from worker.common.tls import ServerCertificate
 
 MIB = 1 << 20
@@ -343,11 +343,10 @@ class Connection:
     def __init__(self, limit: ConnectionLimit) -> None:
         self._limit: Any = limit
         self.dropped = False
-        self.admitted = self._limit.open(self)
+        self.admitted = self._limit.open(self, self.drop)
 
     def drop(self) -> None:
         self.dropped = True
-        self._limit.close(self)
 
 
 def test_connection_that_waited_longest_makes_room() -> None:
@@ -398,7 +397,7 @@ async def test_an_idle_connection_is_closed() -> None:
 async def test_a_lost_connection_is_freed_at_once() -> None:
     """Its timers would keep it."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        connection = Listener(Desk(), sock, LIMITS).connection()
+        connection = GatewayListener(Desk(), sock, LIMITS).connection()
         connection.connection_made(MemoryTransport())
         connection.data_received(b"POST / HTTP/1.1\r\nHost: h\r\n")
         connection.connection_lost(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,7 +18,9 @@ from tests.waiting import HANG_S
 from tests.worker.http.slow_runner import SlowRunner
 from tests.worker.live_worker import LiveWorker, serve
 from tests.worker.scheduler.engine import generate
+from worker.common.connection_limit import ConnectionLimit
 from worker.common.http_protocol import MAX_HEAD_BYTES, StrictProtocol
+from worker.common.listener import Listener
 from worker.common.sockets import listen
 from worker.http import app
 
@@ -31,8 +32,9 @@ async def _length(request: Request) -> Response:
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
     app = Starlette(routes=[Route("/length", endpoint=_length, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, http=StrictProtocol, ws="none", lifespan="off", log_config=None))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)
+    config.load()
+    server = Listener(config, ConnectionLimit(1000), 10.0)
     sock = listen("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     yield sock.getsockname()[1]
