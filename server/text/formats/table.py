@@ -62,7 +62,7 @@ def _glm(line: str) -> Syntax:
 
 ROWS: Final = (
     _row(
-        "deepseek_v3",  # and R1
+        "deepseek_v3",  # also of the models distilled from R1
         ((_DEEPSEEK[0], "```json"),),
         Syntax(
             opens=(_DEEPSEEK[0], _DEEPSEEK_CALL[0]),
