@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
-GENERATORS: Final = ("tools.configuration", "tools.reference", "tools.values", "tools.dashboard")
+GENERATORS: Final = ("tools.configuration", "tools.reference", "tools.values", "tools.dashboard", "tools.lines")
 
 
 def main(argv: list[str]) -> int:
