@@ -17,8 +17,6 @@ import pytest
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.parts import NAMES, TESTS, Part
-from benchmarks.gpu.report import Outcome
-from server.cli import doctor
 from tools.gpu_bundle import closure
 
 ROOT = Path(__file__).parents[2]
@@ -57,40 +55,6 @@ def test_a_part_that_fails_is_reported_and_the_next_runs(tmp_path: Path, monkeyp
     statuses = {part["name"]: part["status"] for part in summary["parts"]}
     assert (summary["ok"], statuses) == (False, {"ready": "ok", "attention": "failed", "parity": "ok"})
     assert "no model in this folder" in (tmp_path / summary["parts"][1]["log"]).read_text()
-
-
-@pytest.mark.deep
-def test_a_model_that_is_not_there_fails_parity(tmp_path: Path) -> None:
-    code, summary = check(tmp_path, "--quick", "--model", str(tmp_path / "none"), "--parts", "parity")
-    assert (code, summary["ok"]) == (1, False)
-    assert {part["name"]: part["status"] for part in summary["parts"]} == {"ready": "ok", "parity": "failed"}
-    log = tmp_path / next(part["log"] for part in summary["parts"] if part["name"] == "parity")
-    assert str(tmp_path / "none") in log.read_text()
-
-
-def test_the_report_is_saved_after_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = []
-
-    def run(part: Part, *_: object) -> Outcome:
-        summary = json.loads((tmp_path / "summary.json").read_text())
-        saved.append([part["status"] for part in summary["parts"]])
-        return Outcome(part.name, part.title, "ok", line='{"mode": "interpreter", "free_bytes": 0}')
-
-    monkeypatch.setattr(gpu, "run", run)
-    gpu.check(tmp_path, "cpu", "", ("triton_ops", "parity"), quick=True)
-    assert saved == [["running"], ["ok", "running"], ["ok", "ok", "running"]]
-
-
-def test_a_host_without_a_gpu_is_said_to_be_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["--gpu", "--device", "cuda", "--report", str(tmp_path)]) == 1
-    assert "torch cannot use a GPU" in capfd.readouterr().out
-    assert json.loads((tmp_path / "summary.json").read_text())["parts"][0]["status"] == "failed"
-
-
-def test_a_part_that_does_not_exist_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--parts", "attentoin"]
-    assert subprocess.run(command, check=False, cwd=ROOT).returncode == 2
-    assert "--parts: attentoin is none of" in capfd.readouterr().err
 
 
 @pytest.mark.deep

@@ -42,15 +42,3 @@ def test_a_plot(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / "plots" / f"some{suffix}"
     run("--plot", str(path))
     assert path.stat().st_size > 1000
-
-
-def test_two_figures_of_one_name_are_a_mistake() -> None:
-    twice = Report("some", [Figure("a", 1.0), Figure("a", 2.0)])
-    with pytest.raises(AssertionError, match="one name"):
-        publish(twice, option_parser("some", "").parse_args(["--json"]))
-
-
-def test_a_description_keeps_its_lines() -> None:
-    """`headstart bench route --help` has a table of cells."""
-    shown = option_parser("one", "What it measures:\n\n    a   this\n    bb  that\n").format_help()
-    assert "\n    a   this\n    bb  that\n" in shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import tempfile
 import threading
@@ -138,26 +137,6 @@ def _kill_and_start(options: list[str], folder: Path) -> None:
     with Serve(*options, env=variables):
         assert not left.exists()
     assert not list(folder.iterdir())
-
-
-def test_gateways_share_the_public_port(tiny_model: Path) -> None:
-    """One of them serves while another restarts."""
-    options = ["--model", str(tiny_model), "--num-workers", "1", "--gateways", "2", "--worker-args", SMALL_POOL]
-    with Serve(*options) as running:
-        ops_ports = (running.ops_port, running.ops_port + 1)
-        for port in ops_ports:
-            answer = httpx.get(f"http://127.0.0.1:{port}/health/ready", timeout=HANG_S)
-            assert (answer.status_code, answer.json()["workers"]) == (200, 1)
-        running.child(str(ops_ports[0])).kill()
-        wait_until(lambda: any("gateway-0 died (signal SIGKILL)" in line for line in running.lines))
-        running.wait_ready(1)
-        wait_until(lambda: _serves(ops_ports[0]))
-
-
-def _serves(port: int) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"http://127.0.0.1:{port}/health/ready", timeout=HANG_S).status_code == 200
-    return False
 
 
 def test_every_child_is_gone_within_five_seconds() -> None:

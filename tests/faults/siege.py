@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -85,24 +85,6 @@ async def ask_raw(port: int, request: bytes, timeout_s: float = HANG_S) -> tuple
     finally:
         writer.close()
     return (int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/") else 0), data
-
-
-async def pour(port: int, start: bytes, pieces: Iterable[bytes], timeout_s: float = HANG_S) -> int:
-    """Send until the other side ends it; TimeoutError if it never does. The status that came (0: none)."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    data = b""
-    try:
-        async with asyncio.timeout(timeout_s):
-            with contextlib.suppress(ConnectionError):
-                writer.write(start)
-                for piece in pieces:
-                    writer.write(piece)
-                    await writer.drain()
-            with contextlib.suppress(ConnectionError):
-                data = await reader.read()
-    finally:
-        writer.close()
-    return int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/") else 0
 
 
 async def trickle(port: int, start: bytes, interval_s: float, timeout_s: float = HANG_S) -> None:

@@ -19,7 +19,7 @@ import pytest
 from server.auth.identity import digest_text
 from tests.faults.client import completion
 from tests.faults.cluster import Cluster, Topology
-from tests.faults.siege import Watched, ask_raw, pour, trickle, watched
+from tests.faults.siege import Watched, ask_raw, trickle, watched
 
 pytestmark = pytest.mark.faults
 MIB: Final = 1 << 20
@@ -86,42 +86,6 @@ async def in_waves(attacks: list[Callable[[], Awaitable[tuple[int, bytes]]]], wi
             return (await attack())[0]
 
     return await asyncio.gather(*(one(attack) for attack in attacks))
-
-
-@pytest.mark.parametrize(
-    "start",
-    [
-        b"GET /health/live HTTP/1.1\r\nHost: h\r\nX: ",
-        b"GET /",
-        b"GET /health/live HTTP/1.1\r\nHost: h\r\nX",
-        b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5;ext=",
-        b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nTrailer: ",
-    ],
-    ids=["a value", "a target", "a name", "a chunk's extension", "a trailer"],
-)
-async def test_a_head_without_end(start: bytes, cluster: Cluster, siege: Watched) -> None:
-    """Read and dropped for a second, so that the answer arrives; then cut."""
-
-    async def attack() -> int:
-        return await pour(cluster.gateway.port, start, itertools.repeat(b"x" * 65536))
-
-    for status in await asyncio.gather(*(attack() for _ in range(4))):
-        assert status in (0, 400, 401, 429, 431)
-
-
-@pytest.mark.parametrize("size", [1, 65536])
-async def test_a_chunked_body_without_end(size: int, cluster: Cluster, siege: Watched) -> None:
-    """Send one-byte chunks or large ones, with a key and without."""
-    chunk = b"%x\r\n%b\r\n" % (size, b"x" * size)
-    piece = chunk * max(1, 65536 // len(chunk))
-
-    async def attack(key: str | None) -> int:
-        start = head("Transfer-Encoding: chunked", key=key)
-        return await pour(cluster.gateway.port, start, itertools.repeat(piece))
-
-    results = await asyncio.gather(*(attack(key) for key in (KEY, None) * 4))
-    for number, status in enumerate(results):
-        assert status in ((0, 401, 429) if number % 2 else (0, 413))
 
 
 PATHS: Final = [
@@ -216,20 +180,6 @@ async def test_bombs_of_compression(bomb: bytes, cluster: Cluster, siege: Watche
     assert set(await in_waves(attacks)) == {415}
 
 
-@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])
-async def test_json_10000_deep(opening: str, cluster: Cluster, siege: Watched) -> None:
-    closing = "".join({"[": "]", "{": "}"}.get(c, "") for c in reversed(opening))
-    nested = opening * 10_000 + "1" + closing * 10_000
-    bodies = [
-        f'{{"model":"tiny","{field}":{nested}}}'.encode()
-        for field in ("messages", "tools", "metadata", "response_format", "chat_template_kwargs", "logit_bias")
-    ]
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": "HERE"}}
-    bodies.append(json.dumps(chat(response_format=schema)).replace('"HERE"', nested).encode())
-    attacks = [lambda body=body: post(cluster.gateway.port, body, target="/v1/chat/completions") for body in bodies * 5]
-    assert set(await in_waves(attacks)) == {400}
-
-
 FIELDS: Final[list[dict[str, Any]]] = [
     {"n": 10**9},
     {"n": 129},
@@ -272,27 +222,6 @@ def grammars() -> dict[str, dict[str, Any]]:
         "huge array": {"type": "array", "minItems": 10**7, "items": {"enum": list(range(1000))}},
         "bad pattern": {"type": "string", "pattern": "(((((.*)*)*)*)*)*(a{1,5000}){1,5000}$"},
     }
-
-
-GRAMMARS: Final = grammars()
-
-
-@pytest.mark.parametrize("name", [*GRAMMARS, "regex", "choices"])
-async def test_grammars_that_blow_up(name: str, cluster: Cluster, siege: Watched) -> None:
-    """They may be refused or run; no other client notices."""
-    fields: dict[str, Any]
-    if name == "regex":
-        fields = {"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,1000}(b|c|d)*" + "(x+x+)+y" * 50}}
-    elif name == "choices":
-        fields = {"structured_outputs": {"choice": [secrets.token_hex(50) for _ in range(2000)]}}
-    else:
-        fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": GRAMMARS[name]}}}
-    port, calm = cluster.gateway.port, completion("Five six seven.", max_tokens=32)
-    attack = [lambda: post(port, chat(**fields), target="/v1/chat/completions")] * 4
-    statuses, (status, data) = await asyncio.gather(in_waves(attack), post(port, calm))
-    assert set(statuses) <= {200, 400}
-    assert status == 200, data
-    assert cluster.workers[0].poll() is None
 
 
 async def test_response_times_leak_no_keys(cluster: Cluster, rng: random.Random) -> None:

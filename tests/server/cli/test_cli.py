@@ -17,19 +17,9 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in printed for name in COMMANDS)
 
 
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["servee"]) == 2
-    assert "there is no command 'servee'" in capsys.readouterr().err
-
-
 def test_the_command_imports_no_torch() -> None:
     program = "import sys, server.cli; server.cli.main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
-
-
-def test_serve_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "--tls-cert", "x"]) == 2
-    assert "headstart serve: --tls-cert and --tls-key go together" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", ["server.cli.commands", "rich.console", "importlib.metadata", "server.cli.screen"])

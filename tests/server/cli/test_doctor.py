@@ -15,18 +15,8 @@ from redis.asyncio import Redis
 
 from server import cli
 from server.cli import doctor
-from server.cli.doctor import Check, verdict
 from tests.redis_server import RedisServer, newest_redis, redis_binaries
 from tests.server.cli.commands import status_of
-
-
-def test_a_check_prints_status_finding_and_advice() -> None:
-    failed = Check("redis", "fail", "no answer", "start it")
-    assert doctor.text(failed).plain.split() == ["fail", "redis", "no", "answer", "->", "start", "it"]
-    assert doctor.text(failed).spans[0].style == "red"
-    status, text = verdict([failed, Check("a", "ok", "b")])
-    assert (status, "1 of 2" in text) == (1, True)
-    assert verdict([Check("a", "warn", "b", "c")])[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -42,10 +32,6 @@ def test_a_check_prints_status_finding_and_advice() -> None:
 def test_a_package_that_is_too_old_or_missing_is_named(name: str, bounds: str, problem: str | None) -> None:
     found = doctor.requirement_problem(name + bounds)
     assert found is None if problem is None else found is not None and found.startswith(problem)
-
-
-def test_our_own_packages_are_as_they_should_be() -> None:
-    assert doctor.packages().status == "ok"
 
 
 @pytest.mark.parametrize("binary", redis_binaries().values())
@@ -135,11 +121,6 @@ def test_a_gateway_only_machine_as_json(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_wrong_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("doctor", *argv) == 2
     assert argv[0] in capsys.readouterr().err
-
-
-def test_a_worker_part_that_breaks_is_a_failed_check() -> None:
-    (check,) = doctor.checks_of("no_such_module_anywhere", [])
-    assert (check.status, "no_such_module_anywhere" in check.found) == ("fail", True)
 
 
 async def test_wrong_options_of_an_engine_are_a_failed_check() -> None:
