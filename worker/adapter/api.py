@@ -19,10 +19,14 @@ _TOO_LONG: Final = re.compile(
 class EngineLostError(Exception):
     """The engine cannot be reached, or its answer is incomplete."""
 
-    def __init__(self, message: str, *, gone: bool = False, closed: bool = False) -> None:
-        """`gone`: nothing listens there. `closed`: it has closed the connection without an answer."""
+    def __init__(self, message: str, *, gone: bool = False, closed: bool = False, unsent: bool = False) -> None:
+        """`gone`: nothing listens there. `closed`: it has closed the connection without an answer.
+
+        `unsent`: nothing was sent, as there was no connection.
+        """
         super().__init__(message)
         self.gone = gone
+        self.unsent = unsent
         self.closed = closed
 
 

@@ -144,7 +144,7 @@ class EngineServer(EngineApi):
         is_closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError) and not is_unconnected
         remedy = "; give its authority as --engine-ca" * isinstance(error, aiohttp.ClientConnectorCertificateError)
         why = f"{self._url}: {type(error).__name__}: {error!s:.300}{remedy}"
-        return EngineLostError(why, gone=is_unconnected and not is_own, closed=is_closed)
+        return EngineLostError(why, gone=is_unconnected and not is_own, closed=is_closed, unsent=is_unconnected)
 
 
 def type_of(data: bytes) -> bytes:

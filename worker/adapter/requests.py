@@ -103,9 +103,10 @@ class EngineRequests:
             self._end(active, *(Finished(each.index, "abort") for each in active.request.choices), active.end())
 
     def fail_all(self, failed: Failed) -> None:
-        """End every request with this frame."""
+        """End every request with this frame. One that a lost engine never had is refused."""
+        refused = Failed("not_ready", failed.message, retryable=True) if failed.code == "worker_lost" else failed
         for active in list(self.active.values()):
-            self._end(active, failed)
+            self._end(active, refused if active.prefill is None else failed)
 
     async def close(self) -> None:
         """End every request without a frame."""
@@ -139,7 +140,8 @@ class EngineRequests:
         try:
             last = await self._run(active)
         except EngineLostError as error:
-            last = Failed("worker_lost", str(error), retryable=True)
+            # It has not killed an engine that never had it.
+            last = Failed("not_ready" if error.unsent else "worker_lost", str(error), retryable=True)
             self._sink.doubt()
         except EngineRefusedError as error:
             last = failed_by(error)

@@ -33,7 +33,8 @@ def server() -> ScriptedHttp:
 @pytest.fixture
 async def http(server: ScriptedHttp) -> AsyncIterator[EngineServer]:
     async with scripted_http(server) as url:
-        client = EngineServer(f"{url}/", "sk-secret", None, {"x-data-parallel-rank": "1"})
+        client = EngineServer(f"{url}/", "sk-secret", None)
+        client._headers["x-data-parallel-rank"] = "1"
         yield client
         await client.close()
 
@@ -47,7 +48,7 @@ async def test_an_unknown_authority_names_the_option(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue("engine", "127.0.0.1"))
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
-    client = EngineServer(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", "", None, {})
+    client = EngineServer(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", "", None)
     with pytest.raises(EngineLostError, match=r"certificate verify failed.*give its authority as --engine-ca"):
         await client.model()
     await client.close()
@@ -81,7 +82,7 @@ def test_events_cut_anywhere(cuts: list[int]) -> None:
         server = ScriptedHttp()
         server.answers[GENERATE] = sse(*parts)
         async with scripted_http(server) as url:
-            http = EngineServer(url, "", None, {})
+            http = EngineServer(url, "", None)
             try:
                 return await read(http)
             finally:
@@ -138,7 +139,7 @@ async def test_a_connection_that_breaks(said: bytes) -> None:
         writer.write(said)
 
     async with raw_listening(serve) as port:
-        http = EngineServer(f"http://127.0.0.1:{port}", "", None, {})
+        http = EngineServer(f"http://127.0.0.1:{port}", "", None)
         with pytest.raises(EngineLostError) as caught:
             await read(http)
         assert not caught.value.gone, "something listens"
@@ -149,10 +150,11 @@ async def test_a_connection_that_breaks(said: bytes) -> None:
 
 async def test_nothing_listens() -> None:
     [port] = free_ports(1)
-    http = EngineServer(f"http://127.0.0.1:{port}", "", None, {})
+    http = EngineServer(f"http://127.0.0.1:{port}", "", None)
     with pytest.raises(EngineLostError) as caught:
         await http.json("GET", "/state")
     assert caught.value.gone
+    assert caught.value.unsent
     await http.close()
 
 
@@ -174,11 +176,11 @@ async def test_a_fault_of_this_side_is_no_lost_engine(
         raise socket.gaierror(number, "try again") if where == "getaddrinfo" else OSError(number, "no")
 
     host = "vllm-0.invalid" if where == "getaddrinfo" else "127.0.0.1"
-    http = EngineServer(f"http://{host}:9", "", None, {})
+    http = EngineServer(f"http://{host}:9", "", None)
     monkeypatch.setattr(asyncio.get_running_loop(), where, fail)
     with pytest.raises(EngineLostError) as caught:
         await http.json("GET", "/state")
-    assert (caught.value.gone, caught.value.closed) == (is_gone, False)
+    assert (caught.value.gone, caught.value.closed, caught.value.unsent) == (is_gone, False, True)
     await http.close()
 
 
@@ -187,7 +189,7 @@ async def test_a_call_that_takes_too_long() -> None:
         await asyncio.Event().wait()
 
     async with raw_listening(serve) as port:
-        http = EngineServer(f"http://127.0.0.1:{port}", "", None, {})
+        http = EngineServer(f"http://127.0.0.1:{port}", "", None)
         with pytest.raises(EngineLostError, match="Timeout") as caught:
             await http.json("GET", "/state", timeout_s=0.05)
         assert not caught.value.gone

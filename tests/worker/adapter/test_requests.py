@@ -17,7 +17,9 @@ from tests.worker.adapter.rig import (
     make_request,
     token_ids,
 )
+from worker.adapter import requests as requests_module
 from worker.adapter.api import EngineLostError, EngineRefusedError
+from worker.adapter.health import Sign
 from worker.adapter.prefill_line import PrefillLine
 from worker.contracts.engine import RequestKey, StepLog
 from worker.wire import (
@@ -105,7 +107,9 @@ TGI_TOO_LONG = "Input validation error: `inputs` tokens + `max_new_tokens` must 
     ("error", "code", "retryable"),
     [
         (EngineLostError("broken"), "worker_lost", True),
-        (EngineLostError("closed", gone=True), "worker_lost", True),
+        (EngineLostError("closed", closed=True), "worker_lost", True),
+        (EngineLostError("refused", gone=True, unsent=True), "not_ready", True),
+        (EngineLostError("too many open files", unsent=True), "not_ready", True),
         (EngineRefusedError(400, "no"), "invalid_request", False),
         (EngineRefusedError(422, "no"), "invalid_request", False),
         (EngineRefusedError(400, VLLM_TOO_LONG), "context_length_exceeded", False),
@@ -224,6 +228,27 @@ async def test_suspects_run_alone_and_start_first(api: ScriptedApi, rig: Rig) ->
     for call in api.calls:
         call.end()
     await until(lambda: all(rig.is_over(key) for key in (*keys, plain)))
+
+
+async def test_a_suspect_that_the_engine_never_had(api: ScriptedApi, rig: Rig) -> None:
+    """A lost engine is the fault of one that it had, whatever was announced for the others."""
+    keys = [rig.submit(make_request(is_suspect=True)) for _ in range(2)]
+    await until(lambda: api.calls)
+    rig.engine.apply(Sign.CLOSED, "gone")
+    await until(lambda: all(map(rig.is_over, keys)))
+    codes = [rig.frames[key][-1].code for key in keys]  # type: ignore[union-attr]
+    assert codes == ["worker_lost", "not_ready"]
+
+
+async def test_a_suspect_between_its_notice_and_its_prefill(
+    api: ScriptedApi, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests_module, "SUSPECT_NOTICE_S", HANG_S)
+    key = rig.submit(make_request(is_suspect=True))
+    await until(lambda: rig.frames[key])
+    rig.engine.apply(Sign.CLOSED, "gone")
+    await until(lambda: rig.is_over(key))
+    assert rig.frames[key][-1].code == "not_ready"  # type: ignore[union-attr]
 
 
 async def test_started_comes_in_the_order_of_the_prefills(api: ScriptedApi, rig: Rig) -> None:
