@@ -78,7 +78,7 @@ class WorkerConfig(SharedConfig):
     redis: str | None = option("shared index", None, "the shared index; without it gateways need --workers", "URL")
     max_step_s: float = _net(120.0, "longest step; then the process ends (default 120)", least=0)
     engine: EngineKind = _engine("headstart", "headstart: its own; else the server at --engine-url", choices=ENGINES)  # noqa: RUF009 (a field)
-    engine_url: str = _engine("", "the server of the engine, e.g. http://127.0.0.1:8000", "URL")
+    engine_url: str = _engine("", "the server of the engine, e.g. http://127.0.0.1:8000 or unix:/run/vllm.sock", "URL")
     engine_key_file: str | None = _engine(None, "its API key (default: none)", "FILE")
     engine_ca: str | None = _engine(None, "the authority of its certificate (default: the system's)", "FILE")
     engine_rank: int | None = _engine(None, "its data-parallel rank, where it has several", type=int, least=0)
@@ -157,7 +157,7 @@ class WorkerConfig(SharedConfig):
         if (self.engine == "headstart") != (self.engine_url == ""):
             raise ValueError("--engine vllm (or sglang) and --engine-url go together: give both or none")
         for name, url in (("--engine-url", self.engine_url), ("--advertise-url", self.advertise_url)):
-            if url:
+            if url and not (url == self.engine_url and url.startswith("unix:/")):
                 check_web_url(name, url)
 
     @property

@@ -69,7 +69,8 @@ OTHER_PORTS: Final = (8080, 8081)
 def default_ports(args: argparse.Namespace, engine_urls: Sequence[str]) -> None:
     """Choose the ports where none is given: other ones if an engine uses them. Raises ValueError for a wrong URL."""
     for url in engine_urls:
-        check_web_url("--engine-url", url)
+        if not url.startswith("unix:/"):
+            check_web_url("--engine-url", url)
     is_taken = any(urlsplit(url).port in FIRST_PORTS for url in engine_urls)
     port, ops_port = OTHER_PORTS if is_taken else FIRST_PORTS
     args.port = port if args.port is None else args.port

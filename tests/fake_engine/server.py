@@ -22,7 +22,7 @@ class FakeEngine:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.started_s = time.time()
-        self.ranks = [Rank(number, args) for number in range(args.ranks)]
+        self.ranks = [Rank(args.first_rank + number, args) for number in range(args.ranks)]
         self.text = TextApis(self)
         self.paused = self.sleeping = False
         self.app = Starlette(
@@ -78,7 +78,7 @@ class FakeEngine:
                 "replay_endpoint": e.replay,
                 "topic": e.topic,
             }
-            for number, rank in enumerate(self.ranks)
+            for number, rank in enumerate(self.ranks, self.args.first_rank)
             if (e := rank.events) is not None
         }
         return JSONResponse(found)
@@ -92,7 +92,7 @@ class FakeEngine:
     async def metrics(self, request: Request) -> Response:
         is_one = self.args.api_server_count == 1
         lines = [f"process_start_time_seconds {self.started_s}"] if is_one else []
-        for number, rank in enumerate(self.ranks):
+        for number, rank in enumerate(self.ranks, self.args.first_rank):
             label = f'engine="{number}",model_name="{self.args.model}"'
             caching = f'enable_prefix_caching="{not self.args.no_prefix_caching}"'
             pool = rank.pool
@@ -140,6 +140,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alias", action="append", default=[], help="another name that it is served under")
     parser.add_argument("--topic", default="kv")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--first-rank", type=int, default=0, help="headers count from this one")
     parser.add_argument("--api-server-count", type=int, default=1)
     parser.add_argument("--api-key", default="")
     parser.add_argument("--block-size", type=int, default=32)

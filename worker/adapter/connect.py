@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 import sys
 import time
@@ -28,6 +29,7 @@ from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
 from worker.adapter.groups import part_kind
 from worker.adapter.health import EngineHealth, facts_of
+from worker.adapter.http import socket_path
 from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
 from worker.common.capabilities import CHAT, GENERATING, adapter_names
@@ -171,8 +173,10 @@ def claim_engine(config: WorkerConfig) -> socket.socket:
     namespace, as loopback addresses do, and end with their process. Elsewhere than on Linux nothing is claimed.
     """
     url = urlsplit(config.engine_url)
-    address, port = socket.getaddrinfo(url.hostname, url.port or url.scheme, type=socket.SOCK_STREAM)[0][4][:2]
-    name = "loopback" if is_loopback(str(address)) else address, port
+    name: tuple[object, ...] = (os.path.realpath(socket_path(config.engine_url)),)
+    if url.scheme != "unix":
+        address, port = socket.getaddrinfo(url.hostname, url.port or url.scheme, type=socket.SOCK_STREAM)[0][4][:2]
+        name = "loopback" if is_loopback(str(address)) else address, port
     claim = socket.socket(socket.AF_UNIX)
     try:
         if sys.platform == "linux":
@@ -269,6 +273,6 @@ async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource | No
     source = await api.event_source() if config.events == "auto" else EventSource(config.events, config.events_replay)
     if source is None:
         return None
-    host = urlsplit(config.engine_url).hostname or ""
+    host = urlsplit(config.engine_url).hostname or "localhost"
     source = replace(source, is_exposed=config.events_exposed)
     return source if is_loopback(host) else replace(source, host=in_url(host))

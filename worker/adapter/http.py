@@ -39,11 +39,15 @@ class EngineServer(EngineApi):
     """
 
     def __init__(self, url: str, key: str, tls: ssl.SSLContext | None) -> None:
-        """`key` is sent with every request, as a bearer token."""
+        """`key` is sent with every request, as a bearer token. A `url` of unix:PATH is a socket there."""
         self._url = url.rstrip("/").removesuffix("/v1")
+        path = socket_path(self._url)
+        self._base = "http://localhost" if path else self._url
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls),
+            connector=aiohttp.UnixConnector(path, limit=0, keepalive_timeout=KEEPALIVE_S)
+            if path
+            else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=_READ_BYTES,
@@ -58,7 +62,7 @@ class EngineServer(EngineApi):
         try:
             async with self._session.request(
                 method,
-                self._url + path,
+                self._base + path,
                 data=data,
                 headers=self._headers | headers,
                 timeout=timeout,
@@ -145,6 +149,11 @@ class EngineServer(EngineApi):
         remedy = "; give its authority as --engine-ca" * isinstance(error, aiohttp.ClientConnectorCertificateError)
         why = f"{self._url}: {type(error).__name__}: {error!s:.300}{remedy}"
         return EngineLostError(why, gone=is_unconnected and not is_own, closed=is_closed, unsent=is_unconnected)
+
+
+def socket_path(url: str) -> str:
+    """Return the path of a URL unix:PATH or unix://PATH; empty for another."""
+    return url.removeprefix("unix:").removeprefix("//") if url.startswith("unix:") else ""
 
 
 def type_of(data: bytes) -> bytes:

@@ -148,6 +148,27 @@ async def test_a_connection_that_breaks(said: bytes) -> None:
         await http.close()
 
 
+@pytest.mark.parametrize("form", ["unix:{}", "unix://{}", "unix:{}/v1"])
+async def test_a_unix_socket(tmp_path: Path, form: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    path = tmp_path / "s"
+    listening = await asyncio.start_unix_server(serve, path)
+    http = EngineServer(form.format(path), "", None)
+    assert await http.json("GET", "/state") == {}
+    listening.close()
+    await http.close()
+    path.unlink(missing_ok=True)
+    http = EngineServer(form.format(path), "", None)
+    with pytest.raises(EngineLostError, match=str(path)) as caught:
+        await http.json("GET", "/state")
+    assert caught.value.gone
+    await http.close()
+
+
 async def test_nothing_listens() -> None:
     [port] = free_ports(1)
     http = EngineServer(f"http://127.0.0.1:{port}", "", None)

@@ -1,0 +1,34 @@
+"""The deployments of docs/vllm_deployments.md that the fake engine shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.serving import free_ports
+from tests.vllm.deployments import Deployment, count_wrong_promises, rows, served
+from tests.worker.adapter.rig import fake_engine
+from worker.config import WorkerConfig
+
+FAKE = [row for row in rows() if row.proof.startswith("fake ")]
+
+
+def test_every_row_is_shown_by_an_engine() -> None:
+    assert len(FAKE) > 5
+    assert all(row.proof.startswith(("engine ", "fake ")) for row in rows())
+
+
+@pytest.mark.parametrize("row", FAKE, ids=str)
+async def test_a_deployment_is_exact(row: Deployment, engine_folder: Path) -> None:
+    options = row.proof.split()[1:]
+    ports = free_ports(8)
+    ends = ["--events", f"tcp://127.0.0.1:{ports[0]}", "--replay", f"tcp://127.0.0.1:{ports[4]}"]
+    async with fake_engine(engine_folder, *options, *ends, "--token-s", "0", events=False) as (fake, url):
+        ranks = [rank + fake.args.first_rank for rank in range(fake.args.ranks)]
+        for rank in ranks if len(ranks) > 1 else [None]:
+            config = WorkerConfig(engine="vllm", engine_url=url, engine_rank=rank)
+            async with served(config) as (requests, adapter):
+                wrong, num_hits = await count_wrong_promises(requests, adapter, 80)
+                assert wrong == 0
+                assert bool(num_hits) == row.result.startswith("exact"), row.result
