@@ -5,6 +5,7 @@ The engine renders both: a body by its own route, and the chat that Headstart ma
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import random
@@ -20,7 +21,6 @@ from server.api.engine.chats import chat_of
 from server.api.messages import messages_intent
 from server.api.prompts.client_lines import conversation_without_line
 from server.api.prompts.items import responses_intent
-from server.event_loop import run_now
 from server.schema.decoding import TextLimit
 from server.schema.messages import MESSAGES
 from server.schema.requests import RESPONSES
@@ -132,14 +132,14 @@ def random_body(path: str, chance: random.Random) -> dict[str, Any]:
     return body
 
 
-def chat_for(path: str, body: Mapping[str, Any]) -> bytes:
+async def chat_for(path: str, body: Mapping[str, Any]) -> bytes:
     """Return the chat that Headstart makes of a body."""
     raw = json.dumps(body).encode()
     if path == PATHS[0]:
-        request = run_now(MESSAGES.read(raw, TextLimit))
-        intent = run_now(messages_intent(request, request.max_tokens))
+        request = await MESSAGES.read(raw, TextLimit)
+        intent = await messages_intent(request, request.max_tokens)
     else:
-        intent = responses_intent(run_now(RESPONSES.read(raw, TextLimit)))
+        intent = responses_intent(await RESPONSES.read(raw, TextLimit))
     conversation, _ = conversation_without_line(intent.conversation)
     return chat_of(dataclasses.replace(intent, conversation=conversation))
 
@@ -148,7 +148,7 @@ def difference(client: httpx.Client, path: str, body: dict[str, Any]) -> str:
     """Return how a prompt differs from that of vLLM's own route, or an empty text."""
     own = client.post(f"{path}/render", json=body)
     headers = {"content-type": "application/json"}
-    ours = client.post("/v1/chat/completions/render", content=chat_for(path, body), headers=headers)
+    ours = client.post("/v1/chat/completions/render", content=asyncio.run(chat_for(path, body)), headers=headers)
     if (own.status_code, ours.status_code) != (200, 200):
         return f"{path}: {own.text[:300]} {ours.text[:300]}"
     return "" if own.json()["token_ids"] == ours.json()["token_ids"] else f"{path} {json.dumps(body)[:3000]}"

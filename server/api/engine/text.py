@@ -98,10 +98,9 @@ _REFUSED: Final = frozenset({*_NOT_SENT, *CompletionRequest.__struct_fields__}.u
 """Fields that some server honours: refused on a route that does not send them on."""
 _STATEFUL: Final = (
     *("stop", "structured_outputs", "response_format", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "return_prompt_text"),
-    *("repetition_detection", "vllm_xargs"),
+    *("logprobs", "echo", "include_reasoning", "bad_words", "return_prompt_text", "repetition_detection", "vllm_xargs"),
 )
-"""Fields with which the tokens so far are not enough to continue an answer."""
+"""Fields with which the tokens so far are not enough to continue an answer. One with thoughts never goes on."""
 _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0", b'""'})
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 

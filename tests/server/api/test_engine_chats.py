@@ -55,7 +55,8 @@ def text_of(events: list[tuple[str, dict[str, Any]]]) -> str:
 async def test_streams_go_on_at_another_engine(engines: list[EngineWorker], path: str) -> None:
     """As chats do, with each token once and the usage of the whole."""
     engines[0].dies_after = 2
-    _, _, raw = await post_once(engine_gateway(*engines), body_of(path, stream=True), path)
+    budget = {"thinking": {"type": "enabled", "budget_tokens": 9}} if path == PATHS[0] else {}
+    _, _, raw = await post_once(engine_gateway(*engines), body_of(path, stream=True, **budget), path)
     events = named(raw)
     assert text_of(events) == "".join(WORDS)
     assert events[-1][0] in ("message_stop", "response.completed")
