@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ TOLERANCE = 1e-5
 SENTENCE = "the capital of France is Paris and that of Japan is Tokyo where many people live"
 WORDS = SENTENCE.split()
 TEXTS = [" ".join([f"Text {i}:", *(WORDS[(i * 5 + j) % len(WORDS)] for j in range(3 + 9 * i % 70))]) for i in range(32)]
-LONG = " ".join(f"Sentence {i} of a long text." for i in range(60))
 """Beyond one step of 512 tokens on a CPU, with many blocks to find in the cache."""
 
 
@@ -76,39 +73,3 @@ def check_batch_and_alone(embedder: Embedder, texts: list[str], num_alone: int) 
 
 def test_a_batch_and_each_alone_equal_transformers(qwen3: Embedder) -> None:
     check_batch_and_alone(qwen3, TEXTS, 6)
-
-
-def test_token_ids_equal_text_and_base64_equals_float(qwen3: Embedder) -> None:
-    by_text = qwen3.ask(TEXTS[:4], encoding_format="float").json()["data"]
-    encoded = qwen3.ask([qwen3.ids(text) for text in TEXTS[:4]], encoding_format="base64").json()["data"]
-    decoded = [array("f", base64.b64decode(item["embedding"])).tolist() for item in encoded]
-    assert (
-        largest_error(
-            [torch.tensor(item["embedding"]) for item in by_text], [torch.tensor(vector) for vector in decoded]
-        )
-        < TOLERANCE
-    )
-    with qwen3.serve.client() as sdk:  # which asks for base64
-        answer = sdk.embeddings.create(model=qwen3.name, input=TEXTS[:4])
-    got = [torch.tensor(item.embedding) for item in answer.data]
-    assert largest_error(got, [qwen3.want(qwen3.ids(text)) for text in TEXTS[:4]]) < TOLERANCE
-    num_tokens = sum(len(qwen3.ids(text)) for text in TEXTS[:4])
-    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
-
-
-def test_a_second_request_finds_the_prefix_of_the_last_token(qwen3: Embedder) -> None:
-    want = qwen3.want(ids := qwen3.ids(LONG))
-    assert len(ids) > 512
-    for cached in (0, (len(ids) - 1) // 16 * 16 if qwen3.mode == "lasttoken" else 0):
-        answer = qwen3.ask(LONG, user="one")
-        body = answer.json()
-        assert largest_error([torch.tensor(body["data"][0]["embedding"])], [want]) < TOLERANCE
-        assert int(answer.headers["x-headstart-cached-tokens"]) == cached
-        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
-
-
-def test_the_option_makes_any_decoder_embed(tiny_model: Path) -> None:
-    with serving(tiny_model, f"{SMALL_POOL} --task embed") as serve:
-        embedder = Embedder(serve, None, Tokenizer.from_file(str(tiny_model / "tokenizer.json")), "lasttoken")
-        (vector,) = embedder.embed(TEXTS[0])
-    assert float(vector.norm()) == pytest.approx(1.0, abs=TOLERANCE), "normalised"

@@ -20,7 +20,6 @@ import pytest
 from tests.waiting import HANG_S
 from tools import install
 
-BROKEN = "raise ImportError('libcublasLt.so.13: cannot open shared object file')\n"
 OURS = ("server", "worker", "benchmarks")
 NAMES = [name for name in install.MODULES["serve"] if name.partition(".")[0] not in (*OURS, "torch")]
 PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
@@ -224,30 +223,3 @@ def test_a_package_that_does_not_run_leaves_no_stamp(scratch: Scratch) -> None:
     assert scratch.run().returncode == 1, "it does not believe that it is installed"
     scratch.pin("gateway", "stand-in==1")
     scratch.succeed()
-
-
-@pytest.mark.skipif(install.has_nvidia_card(), reason="with an NVIDIA card there is one build of torch")
-def test_a_torch_that_does_not_run_leaves_no_stamp(scratch: Scratch, tmp_path: Path) -> None:
-    """The plain build, where there is no CPU build. The named remedy is enough."""
-    scratch.succeed()
-    (scratch.package("torch") / "__init__.py").unlink()
-    shutil.rmtree(scratch.package("torch-2+cpu.dist-info"))
-    scratch.index.publish("torch", "2", {"torch/__init__.py": BROKEN})
-    done = scratch.run("--check", TORCH_INDEX=str(tmp_path))
-    assert (done.returncode, scratch.has_stamp()) == (1, False), done.stdout
-    assert "no CPU build at" in done.stdout
-    assert "torch is installed and does not run (ImportError: libcublasLt.so.13: cannot open" in the_line(done)
-    assert f"delete {scratch.venv} and run it again; TORCH_INDEX names an index" in the_line(done)
-    shutil.rmtree(scratch.venv)
-    scratch.succeed(TORCH_INDEX=str(scratch.cpu_index.folder))
-    assert scratch.package("torch-2+cpu.dist-info").is_dir()
-
-
-def test_a_long_step_says_that_it_goes_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "PYTHON", Path(sys.executable))
-    monkeypatch.setattr(install, "VENV", Path(sys.prefix))
-    monkeypatch.setattr(install, "REPORT_S", 0.1)
-    code = "import sys, time; print('done'); print('twice', file=sys.stderr); time.sleep(0.5); sys.exit(3)"
-    done = install.Environment().python("-c", code)
-    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "twice\n", 3)
-    assert capsys.readouterr().out.startswith("    ... 0 s, ")

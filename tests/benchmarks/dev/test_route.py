@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.dev.route import options_of
-from benchmarks.dev.route_load.runs import COMPARED, POOLED, POOLED1, execute, plan, processes
+from benchmarks.dev.route_load.runs import POOLED, POOLED1, execute, plan, processes
 from benchmarks.dev.simulation.fleet import ReplaySettings
 from benchmarks.dev.simulation.outcomes import Outcome
 from benchmarks.dev.simulation.replay import Replay
 from benchmarks.dev.simulation.traces import ConversationTrace
-from benchmarks.dev.simulation.variants import (
-    with_hot_prefix,
-    with_kept_answers,
-)
 from server.router.policies import make_policy
 
 CELL = "conv25_n8"
@@ -74,15 +70,6 @@ def test_figures_of_half_the_conversations_stay(
     assert outcomes[run].ttft_mean_s == pytest.approx(ttft_s, rel=0.05)
 
 
-@pytest.mark.deep
-def test_the_reference_figures_are_met() -> None:
-    found = replayed(REFERENCE_RUNS)
-    reference = {"pooled": (0.344, 1.164), "headstart": (0.323, 1.393), "llm-d": (0.336, 1.668)}
-    for policy, (hit, ttft_s) in {**reference, "least_load": (0.095, 5.48)}.items():
-        assert found[f"one.{policy}"].hit == pytest.approx(hit, rel=0.05)
-        assert found[f"one.{policy}"].ttft_mean_s == pytest.approx(ttft_s, rel=0.05)
-
-
 def test_four_gateways_lose_little(outcomes: dict[str, Outcome]) -> None:
     one, four = outcomes["one.headstart"], outcomes["four.headstart"]
     assert four.hit >= 0.97 * one.hit
@@ -122,32 +109,6 @@ def conversations(path: Path, num_requests: int) -> Path:
     return path
 
 
-def test_copies_spread_a_prefix_that_becomes_hot(tmp_path: Path) -> None:
-    trace = ConversationTrace(conversations(tmp_path / "trace.jsonl.gz", 400))
-    workload = trace.workload(num_workers=8, load=0.05, seed=1)
-    hot = with_hot_prefix(workload, 1, ramp_s=60.0)
-    assert hot.num_requests - workload.num_requests == pytest.approx(1.5 * 60 * 50, rel=0.1)
-    settings = ReplaySettings(num_workers=8, cache_share=4.0, shared_engine=True, fetch=4.0)
-    without, copied = (
-        Replay(hot, lambda: make_policy("headstart"), replace(settings, copies=copies)).run().growth
-        for copies in (False, True)
-    )
-    assert (without.num_copies, copied.num_copies) == (0, pytest.approx(5, abs=2))
-    assert copied.hot_ttft_p99_s < without.hot_ttft_p99_s / 2
-
-
-@pytest.mark.parametrize("warm_s", [0.0, 5.0])
-def test_a_worker_joins_with_or_without_a_warm_start(tmp_path: Path, warm_s: float) -> None:
-    trace = ConversationTrace(conversations(tmp_path / "trace.jsonl.gz", 400))
-    workload = trace.workload(num_workers=4, load=0.9, seed=1)
-    settings = ReplaySettings(
-        num_workers=4, cache_share=2.0, shared_engine=True, fetch=20.0, join=True, warm_start_s=warm_s
-    )
-    growth = Replay(workload, lambda: make_policy("headstart"), settings).run().growth
-    assert growth.warm_s < 60.0
-    assert growth.others_ttft_p99_s > 0.0
-
-
 def test_a_real_redis_gives_the_figures_of_the_index_in_memory(tmp_path: Path) -> None:
     trace = ConversationTrace(conversations(tmp_path / "trace.jsonl.gz", 150))
     workload = trace.workload(num_workers=4, load=0.9, seed=1)
@@ -167,27 +128,3 @@ def test_moving_blocks_nears_the_bound(outcomes: dict[str, Outcome]) -> None:
     assert fetching < outcomes["fetching.llm-d-tiers"].ttft_mean_s
     small, large = outcomes["tiers.headstart"], outcomes["shared.headstart"]
     assert small.ttft_mean_s <= 1.10 * large.ttft_mean_s, "a fifth of the pool, and four times that below it"
-
-
-def small_trace(tmp_path: Path) -> ConversationTrace:
-    return ConversationTrace(conversations(tmp_path / "trace.jsonl.gz", 150))
-
-
-@pytest.mark.parametrize("policy", ["headstart", "pooled", "dynamo"])
-@pytest.mark.parametrize("shared", [False, True])
-def test_no_request_is_lost_with_a_dead_worker(tmp_path: Path, policy: str, *, shared: bool) -> None:
-    """`Replay` asserts that each has a first token; the worker that joins gets some too."""
-    trace = small_trace(tmp_path)
-    workload = with_kept_answers(trace.workload(num_workers=4, load=1.5, seed=1))
-    settings = ReplaySettings(
-        num_workers=4,
-        cache_share=0.3,
-        death_and_join=True,
-        two_speeds=True,
-        shared_engine=shared,
-        pooled=policy == POOLED,
-    )
-    replay = Replay(workload, COMPARED["headstart" if policy == POOLED else policy], settings)
-    outcome = replay.run()
-    assert outcome.num_requests == 135
-    assert outcome.max_over_mean_busy < 5.0
