@@ -171,6 +171,7 @@ _HATCHES: Final = {
     "podSecurityContext": {"runAsUser": 20001, "fsGroup": None, "supplementalGroups": [30001]},
     "securityContext": {"runAsUser": 20002, "procMount": "Default"},
     "schedulerName": "volcano",
+    "resourceClaims": [{"name": "gpu"}],
     "extraEnvFrom": [{"configMapRef": {"name": "proxies"}}, {"secretRef": {"name": "more", "optional": True}}],
     "initContainers": [{"name": "fetch"} | _RESTRICTED],
     "extraContainers": [{"name": "sidecar"} | _RESTRICTED | _ASKED],
@@ -191,7 +192,7 @@ MATRIX: Final[dict[str, Values]] = {
         "redis": {"mode": "none"},
         "networkPolicy": _OFF,
         "serviceAccount": {"create": False},
-        "worker": {"podDisruptionBudget": _OFF, "volume": {"existingClaim": "models"}},
+        "worker": {"podDisruptionBudget": _OFF, "volume": {"existingClaim": "models"}, "download": False},
         "gateway": {"podDisruptionBudget": _OFF},
     },
     "ipv6": {"ipFamily": "IPv6", "models": [_MODEL, {"name": "v", "source": "x/v", "engine": "vllm"}]},
@@ -280,8 +281,16 @@ MATRIX: Final[dict[str, Values]] = {
             },
         ],
     },
-    "gateway-keda": {
+    "adapters": {
+        "models": [{"name": "a", "source": "x/a", "engine": "vllm"}],
+        "worker": {"download": False},
+    },
+    "keda": {
         "gateway": {"autoscaling": _ON | {"kind": "keda", "prometheusAddress": "http://prometheus:9090"}},
+        "worker": {
+            "autoscaling": _ON | {"kind": "keda", "prometheusAddress": "http://prometheus:9090"},
+            "kvDisk": {"size": "9Gi"},
+        },
         "fullnameOverride": "a-name-of-exactly-thirty-chars",
         "models": [{"name": "a-name-of-20-letters", "source": "x/y"}],
     },

@@ -65,11 +65,6 @@ def test_only_own_engines_get_tiers() -> None:
     assert "name: kv" not in done.stdout
 
 
-def test_host_memory_reaches_the_command_line() -> None:
-    ((_, _, config),) = servers(worker_sets(render("everything-on"))["llama"]["spec"]["template"])
-    assert (config.kv_host_memory, config.kv_disk) == (16 << 30, None)
-
-
 @with_policies
 def test_workers_and_gateways_alone_reach_a_worker(name: str) -> None:
     """POST /blocks and /adopt come over the port that gateways use; adapters have no blocks."""
