@@ -121,7 +121,7 @@ CLOSINGS = {"list": ("]",)}
 def own_texts(rules: OutputRules) -> list[str]:
     """Return the texts of the format itself: those that open, close or mark something."""
     opens = () if rules.tools is None else (*rules.tools.opens, *rules.tools.tokens)
-    return sorted({*rules.markers(), *opens, rules.thoughts.label} - {""})
+    return sorted({*rules.markers(), *opens})
 
 
 def own_pieces(rules: OutputRules) -> st.SearchStrategy[list[str]]:
