@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from cache.types import NULL_BLOCK, BlockId
 
 
+# Why no other order: to evict the blocks of an answer first was tried, and the next turn computed them again. Dynamo
+# tried TinyLFU for a tier, and its threshold of 8 uses hid that tier. A block is of no use without its parents, so
+# tails are released before heads.
 class FreeQueue:
     """Blocks 1 .. num_blocks - 1, at first in the order of their ids. The caller tracks which blocks are in it.
 

@@ -46,6 +46,9 @@ SIMILAR_RATE: Final = 1.5
 """An idle best match counts as fast as a worker whose measured rate is at most this many times higher."""
 
 
+# Why prices are not constants: an eviction's weight of .1 or 1 is best at one price of copies, and loses at another.
+# Odds learned from ends of prompts, the age of a pool's tail, and no price were worse. `beta` by a worker's own last
+# minute won for agents, and lost .22 of the time of long answers in a full fleet (benchmarks/RESULTS.md).
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """The constants of the cost, and its closed formulas."""

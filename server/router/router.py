@@ -31,6 +31,9 @@ from server.workers.fleet import Fleet
 logger = logging.getLogger(__name__)
 
 
+# Why every worker prefills and decodes: with fixed roles the first token took 1.5 to 10 times as long, in a
+# simulation. A cost without roles never splits a request. Even gaps between tokens come from smaller chunks, at less
+# cost.
 class Router:
     """Places requests at workers, and follows each placement to its end. Owned by the gateway's event loop."""
 
