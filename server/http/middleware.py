@@ -20,12 +20,12 @@ from server.errors import (
     ApiError,
     BodyTooLargeError,
     ForbiddenError,
-    MediaTypeError,
     anthropic_error,
     forget,
     is_for_anthropic,
     responses_error,
 )
+from server.http.compressed import checked_coding, plain
 from server.http.stream import ClientGoneError
 from server.metrics import GatewayMetrics
 from server.request_context import CURRENT, RequestContext
@@ -177,7 +177,7 @@ def _client_id(scope: Scope) -> str:
 
 
 class BodyLimitMiddleware:
-    """Refuses large bodies by their announced length, or else by counting."""
+    """Refuses large bodies by their announced length, or else by counting. Unpacks compressed ones before."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, needed: Callable[[], int | None] = lambda: None) -> None:
         """`needed` returns the largest useful body; None: `max_bytes`."""
@@ -188,21 +188,23 @@ class BodyLimitMiddleware:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         num_bytes = 0
         announced = False
+        coding = ""
         for name, value in scope["headers"]:
             if name == b"content-length":
                 self._check(int(value))
                 announced = True
-            elif name == b"content-encoding" and value.lower() != b"identity":
-                raise MediaTypeError("Compressed bodies are not accepted.")
+            elif name == b"content-encoding":
+                coding = checked_coding(value, coding)
 
         async def counted() -> Message:
             nonlocal num_bytes
-            message = await receive()
+            message = await source()
             num_bytes += len(message.get("body", b""))
             self._check(num_bytes)
             return message
 
-        return self._app(scope, receive if announced else counted, send)
+        source = plain(coding, receive) if coding else receive
+        return self._app(scope, receive if announced and not coding else counted, send)
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
