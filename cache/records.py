@@ -12,13 +12,15 @@ import hmac
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Final, Literal, Protocol
 
 import msgspec
 
 from cache.types import BlockHash, Epoch, GatewayId, TierName, WorkerId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+WORKER_ID: Final = r"\A[!-~]{1,256}\Z"
+"""A worker's id stands in headers, metrics and logs: only visible ASCII."""
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
@@ -62,7 +64,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class WorkerMember:
     """A worker's description of itself, constant during an epoch. Readers ignore unknown fields."""
 
-    worker_id: WorkerId
+    worker_id: Annotated[WorkerId, msgspec.Meta(pattern=WORKER_ID)]
     epoch: Epoch
     url: str
     model: str

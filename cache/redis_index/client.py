@@ -30,6 +30,10 @@ from cache.redis_index.schema import brief
 
 logger = logging.getLogger(__name__)
 
+_READ_ONLY: Final = "connected to a read-only replica"
+_SETTLED_S: Final = 10.0
+"""Workers write at least once a second."""
+
 Argument = bytes | str | int | float
 Reply = Any
 """bytes, int, None, a list of replies, or a ResponseError from Redis."""
@@ -82,7 +86,7 @@ class RedisClient:
         self._outbox: list[bytes] = []
         self._wake = asyncio.Event()
         self._connection: AbstractConnection | None = None
-        self._reported_down = False
+        self._reported = ""
         self._in_step = False
 
     @property
@@ -182,7 +186,7 @@ class RedisClient:
                     self._endpoint.redirect(host, error.port)
                     raise RedisDownError(f"slot moved to {error.host}:{error.port}") from None
                 if isinstance(error, ReadOnlyError):
-                    raise RedisDownError("connected to a read-only replica") from None
+                    raise RedisDownError(_READ_ONLY) from None
                 reply = error
             if not pending:
                 raise RedisProtocolError(f"a reply without a command: {brief(reply)}")
@@ -199,7 +203,7 @@ class RedisClient:
         One reply too many or too few gives every later caller the reply to another command. A PING with a text of its
         own detects that.
         """
-        stall_s = self._settings.stall_s
+        stall_s, begun_s = self._settings.stall_s, time.monotonic()
         ping: tuple[bytes, asyncio.Future[list[Reply]]] | None = None
         while True:
             if ping is None and len(self._pending) < self._settings.max_pending:
@@ -214,9 +218,10 @@ class RedisClient:
                     raise RedisProtocolError(f"a reply to another command: {brief(answer)}")
                 ping = None
                 self._in_step = True  # the proof: a proxy accepts connections without a server
-                if self._reported_down:
+                # A replica answers each PING, and refuses the next write: it is back only after a while without one.
+                if self._reported and (self._reported != _READ_ONLY or time.monotonic() > begun_s + _SETTLED_S):
                     logger.info("connected to Redis at %s again", self.label)
-                    self._reported_down = False
+                    self._reported = ""
 
     async def _drop(self, reason: str) -> None:
         connection, self._connection = self._connection, None
@@ -231,9 +236,9 @@ class RedisClient:
             self._on_change(False)
             with contextlib.suppress(Exception):  # the socket may have failed already
                 await connection.disconnect(nowait=True)
-        if not self._reported_down and reason != "closed":
+        if not self._reported and reason != "closed":
             logger.warning("no Redis at %s: %s", self.label, reason)
-            self._reported_down = True
+            self._reported = reason
 
 
 def _refuses_any(reply: Reply) -> bool:

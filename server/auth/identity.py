@@ -128,7 +128,7 @@ def digest_text(key: bytes) -> str:
 def parse_keys(text: str) -> KeyEntries:
     """Parse a key file. Raises ValueError that names the field."""
     try:
-        entries = msgspec.convert(tomllib.loads(text), KeyEntries)
+        entries = msgspec.convert(tomllib.loads(text.removeprefix("\ufeff")), KeyEntries)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"not TOML: {error}") from None
     except msgspec.ValidationError as error:

@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if args.command == "check":
         print(f"{args.file}: {len(load_keys(args.file).keys)} keys")
         return 0
-    key = new_key() if args.command == "new" else sys.stdin.readline().strip("\r\n")
+    key = new_key() if args.command == "new" else sys.stdin.readline().strip("\ufeff\r\n")
     if not key:
         raise ValueError("no key on standard input")
     if len(key) < MIN_CHARS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 import time
@@ -187,24 +188,25 @@ class BodyLimitMiddleware:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         num_bytes = 0
-        announced = False
         coding = ""
         for name, value in scope["headers"]:
             if name == b"content-length":
                 self._check(int(value))
-                announced = True
             elif name == b"content-encoding":
                 coding = checked_coding(value, coding)
 
         async def counted() -> Message:
             nonlocal num_bytes
             message = await source()
-            num_bytes += len(message.get("body", b""))
+            body = message.get("body", b"")
+            if not num_bytes and body.startswith(codecs.BOM_UTF8):  # PowerShell and .NET send one
+                message["body"] = body[len(codecs.BOM_UTF8) :]
+            num_bytes += len(body)
             self._check(num_bytes)
             return message
 
         source = plain(coding, receive) if coding else receive
-        return self._app(scope, receive if announced and not coding else counted, send)
+        return self._app(scope, counted, send)
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:

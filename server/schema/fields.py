@@ -373,8 +373,6 @@ class SamplingFields(ModelFields, kw_only=True):
 
     def check(self) -> None:
         ModelFields.check(self)
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options", "is only allowed with stream: true")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "is not available with stream: true")
         if self.response_format is not None:

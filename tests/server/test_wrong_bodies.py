@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from typing import Any
 
@@ -51,7 +50,6 @@ WRONG: dict[str, list[Wrong]] = {
         ({"max_tokens": 10**60}, "max_tokens", "<= 2147483647"),
         ({"n": 0}, "n", ">= 1"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs: true"),
-        ({"stream": False, "stream_options": {}}, "stream_options", "only allowed with stream: true"),
         ({"reasoning_effort": "super"}, "reasoning_effort", "use one of none, minimal, low, medium, high, xhigh, max"),
         ({"service_tier": "gold"}, "service_tier", "use one of auto, default, flex"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "use one of text, json_object, json_schema"),
@@ -176,10 +174,7 @@ async def test_a_wrong_body_is_refused_with_its_field_and_a_remedy(worker: Scrip
             status, _, raw = await post(target.url, text, path)
             assert (status, error_of(raw, path).get("param")) == (400, None), raw
             assert "The body" in error_of(raw, path)["message"]
-        for text in [
-            codecs.BOM_UTF8 + b"{}",
-            *('{"model": "tiny"}'.encode(f"utf-16{end}") for end in ("", "-le", "-be")),
-        ]:
+        for text in ('{"model": "tiny"}'.encode(f"utf-16{end}") for end in ("", "-le", "-be")):
             status, _, raw = await post(target.url, text, path)
             assert (status, "send UTF-8" in error_of(raw, path)["message"]) == (400, True), raw
         status, _, raw = await post(target.url, {**SMALL[path], "model": "gpt-9"}, path)

@@ -6,6 +6,7 @@ A variable or a key that no command reads is refused, with a hint.
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import os
 import sys
@@ -117,7 +118,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _tables(self, file: str, known: Mapping[str, Iterable[str]]) -> dict[str, Any]:
         try:
-            tables = tomllib.loads(Path(file).read_text())
+            tables = tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             self.error(f"--config {file}: {reason(error)}")
         for table, values in tables.items():
@@ -230,7 +231,7 @@ def read_text(option: str, file: str) -> str:
 def read_secret(option: str, file: str) -> bytes:
     """Return what a file holds. Raises ValueError that names the option, also for an empty file."""
     try:
-        secret = Path(file).read_bytes().strip()
+        secret = Path(file).read_bytes().removeprefix(codecs.BOM_UTF8).strip()  # Notepad writes one
     except OSError as error:
         raise ValueError(f"{option} {file}: {reason(error)}") from error
     if not secret:

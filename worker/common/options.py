@@ -161,7 +161,7 @@ def num_bytes(text: str) -> int:
 def template_text(file: str) -> str:
     """Read the chat template in a file."""
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{file}: {reason(error)}") from error
 

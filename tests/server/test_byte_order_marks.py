@@ -1,0 +1,66 @@
+"""A byte order mark, as Windows' programs write it, changes no file, key or body; ids hold no control character."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cache.records import WorkerMember
+from server.api.endpoint import read_body
+from server.auth.identity import digest_text, parse_keys
+from server.cli import keys
+from server.http.middleware import BodyLimitMiddleware
+from server.schema.requests import ChatRequest
+from tests.members import make_member
+from worker.common.command_line import read_text
+from worker.config import parse
+
+MARK = b"\xef\xbb\xbf"
+
+
+def test_a_key_file_may_begin_with_a_mark() -> None:
+    text = f'[[keys]]\ntenant = "a"\ndigest = "{digest_text(b"key")}"\n'
+    assert parse_keys("\ufeff" + text) == parse_keys(text)
+
+
+def test_a_secret_and_options_may_begin_with_a_mark(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(MARK + b"a secret\r\n")
+    assert read_text("--x", str(tmp_path / "secret")) == "a secret"
+    (tmp_path / "options.toml").write_bytes(MARK + b'[worker]\r\nmodel = "m"\r\n')
+    assert parse(["--config", str(tmp_path / "options.toml")]).model == "m"
+
+
+def test_the_digest_is_of_the_key_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffsecret-value-0123456789\r\n"))
+    assert keys.main(["digest", "--tenant", "a"]) in (0, None)
+    assert digest_text(b"secret-value-0123456789") in capsys.readouterr().out
+
+
+async def test_a_body_may_begin_with_a_mark() -> None:
+    async def receive():  # type: ignore[no-untyped-def]
+        return {"type": "http.request", "body": MARK + b"{}", "more_body": False}
+
+    bodies = []
+
+    async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+        bodies.append(await read_body(receive))
+
+    await BodyLimitMiddleware(app, 100)({"headers": [(b"content-length", b"5")]}, receive, receive)
+    assert bodies == [b"{}"]
+
+
+@pytest.mark.parametrize("worker_id", ["", "a\r\nx-other: 1", "a b", "a\x00", "\u2028", "x" * 257])
+def test_a_worker_id_is_visible_ascii(worker_id: str) -> None:
+    record = msgspec.to_builtins(make_member("w"))
+    assert msgspec.convert(record, WorkerMember).worker_id == "w"
+    with pytest.raises(msgspec.ValidationError, match="worker_id"):
+        msgspec.convert({**record, "worker_id": worker_id}, WorkerMember)
+
+
+def test_stream_options_alone_are_taken() -> None:
+    """Clients set them once for all requests."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream_options": {"include_usage": True}}
+    msgspec.convert(body, ChatRequest).check()
