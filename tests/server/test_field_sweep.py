@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from server.schema.field_table import IGNORED, REFUSED_FIELDS
 from server.schema.messages import MessagesRequest
+from server.schema.wishes import WORDS as WISHES
 from tests.server import test_fields
 from tests.server.api.test_embeddings import SIZE, embeds
 from tests.server.conftest import ANSWER, CHATML, bundle_of
@@ -108,6 +109,10 @@ WORDS: Final[dict[str, dict[str, Any]]] = {
 }
 COMPLETION_VALUES: Final = {"logprobs": {"logprobs": 2}}
 CHAT_VALUES: Final = {
+    **{word: {word: False} for word in ("thinking", "enable_thinking", "think", "reasoning")},
+    **{word: {word: 0} for word in WISHES if "budget" in word},
+    "google": {"google": {"thinking_config": {"thinking_budget": 0}}},
+    "extra_body": {"extra_body": {"google": {"thinking_config": {"thinking_budget": 0}}}},
     "logprobs": {"logprobs": True},
     "top_logprobs": {"top_logprobs": 2, "logprobs": True},
     "parallel_tool_calls": {"parallel_tool_calls": False, "tools": [TOOL], "tool_choice": "required"},
