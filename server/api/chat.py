@@ -208,6 +208,9 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
         raise invalid("tools", f"take at most {MAX_SCHEMA_BYTES} bytes of JSON")
     if len(encode_json(conversation.template_kwargs)) > params.MAX_KWARGS_BYTES:
         raise invalid("chat_template_kwargs", f"takes at most {params.MAX_KWARGS_BYTES} bytes of JSON")
+    if any(tool.strict is not None for tool in conversation.tools):  # the grammar's: agents set it in some turns
+        tools = [replace(tool, strict=None) for tool in conversation.tools]
+        conversation = dataclasses.replace(conversation, tools=tools)
     num_chars, num_bytes = text_size(conversation)
     check_text(num_chars, model, param)
     max_bytes = max(MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN * model.max_model_len)

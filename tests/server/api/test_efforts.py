@@ -1,4 +1,4 @@
-"""Efforts by every route that renders: taken, and named where they are not the client's."""
+"""Efforts by every route that renders: taken, and named where they are not the client's. Tools that are strict."""
 
 from __future__ import annotations
 
@@ -35,3 +35,20 @@ async def test_the_nearest_effort_is_named(path: str) -> None:
     ):
         answer = await client.post(path, json=ROUTES[path])
         assert (answer.status_code, answer.headers.get("x-headstart-repaired")) == (200, "effort"), answer.text
+
+
+async def test_strict_tools_have_the_same_prompt() -> None:
+    """It is the grammar's. An agent that sets it in some turns finds its prefix."""
+    tokenizer = trained_tokenizer()
+    bundle = bundle_of(tokenizer, chat_template="{{ tools | tojson }}{{ messages[0].content }}", max_model_len=1 << 10)
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+    async with (
+        gateway(ScriptedWorker(bundle, reply=[50])) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=HANG_S, trust_env=False) as client,
+    ):
+        prompts = []
+        for strict in ({}, {"strict": True}, {"strict": False}):
+            tools = [{"type": "function", "function": function | strict}]
+            answer = await client.post("/tokenize", json=_MESSAGES | {"tools": tools})
+            prompts.append(answer.json()["tokens"])
+    assert prompts[0] == prompts[1] == prompts[2]
