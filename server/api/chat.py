@@ -170,6 +170,7 @@ async def chat_spec(
     max_tokens = limits.token_budget(model, len(prompt_ids))
     rules = output_rules(intent, model, rendered.text)
     constraint = await chat_grammar(intent, model, rules)
+    start, end = rules.thoughts.starts[0], rules.thoughts.ends[0]
     spec = replace(
         params.new_spec(id_, model, identity, fields, names.messages),
         prompt_ids=prompt_ids,
@@ -187,8 +188,7 @@ async def chat_spec(
         grammar_param=constraint.param,
         relaxed=constraint.relaxed,
         clamps_max_tokens=limits.clamps or limits.max_tokens is None,
-        end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(rules.thoughts.ends[0]),
-        start_of_thought_ids=await model.tokenizer.encode(rules.thoughts.starts[0]),
+        thoughts=None if rules.reasoning == "none" else (start.encode(), end.encode()),
         begins_in_thoughts=rules.reasoning == "inside",
     )
     return spec, rules

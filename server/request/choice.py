@@ -53,9 +53,8 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """The tenant's weight for its share of a busy fleet."""
     affinity_key: str | None = None
     """The name of the conversation in the body. A session header takes precedence."""
-    end_of_thought_id: int | None = None
-    """The token that ends the model's reasoning, where one token does."""
-    start_of_thought_ids: Sequence[int] = ()
+    thoughts: tuple[bytes, bytes] | None = None
+    """The texts that begin and end the model's reasoning; None: it has none."""
     begins_in_thoughts: bool = False
     """The prompt has begun the reasoning."""
     embed: Embed | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -178,10 +180,14 @@ def _num_reasoning_tokens(generation: Generation) -> int:
     spec, num_tokens = generation.spec, 0
     if generation.answer is not None:
         return generation.answer.num_reasoning_tokens
-    if (end := spec.end_of_thought_id) is None:
+    if spec.thoughts is None:
         return 0
-    start = list(spec.start_of_thought_ids)
+    start, end = spec.thoughts
     for ids in [choice.output_ids for choice in generation.choices]:
-        if spec.begins_in_thoughts or start in (ids[: len(start)], ids[1 : 1 + len(start)]):  # behind a white space
-            num_tokens += ids.index(end) + 1 if end in ids else len(ids)
+        pieces = [spec.model.tokenizer.token_bytes[id_] for id_ in ids]
+        text = b"".join(pieces)
+        if spec.begins_in_thoughts or text.lstrip().startswith(start):
+            end_at = text.find(end)
+            size = len(text) if end_at < 0 else end_at + len(end)
+            num_tokens += bisect.bisect_left(list(itertools.accumulate(map(len, pieces), initial=0)), size)
     return num_tokens

@@ -166,6 +166,15 @@ async def test_reasoning_is_split_from_the_answer(says: Says) -> None:
     assert json.loads(body)["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(thoughts)
 
 
+async def test_reasoning_that_several_tokens_end_is_counted(says: Says) -> None:
+    """The last of them may hold the beginning of the answer."""
+    whole, thoughts = ("Here is my thought process: Well, 4. Here is my response:" + end for end in (" 4.", ""))
+    worker = says(whole, chat_template="{{ messages[0].content }}{# Here is my thought process: #}")
+    _, _, raw = await post_once(gateway(worker), chat())
+    num_tokens = json.loads(raw)["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert num_tokens in (len(says(thoughts).reply), len(says(thoughts).reply) + 1)
+
+
 @pytest.mark.parametrize("is_begun", [False, True])
 async def test_an_answer_cut_within_its_thoughts_is_reasoning(says: Says, is_begun: bool) -> None:
     opening = "<think>\n" if is_begun else "{# <think> #}"
