@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx
 import pytest
@@ -25,20 +25,44 @@ from server.schema.decoding import TextLimit
 from server.schema.messages import MESSAGES
 from server.schema.requests import RESPONSES
 from tests.server.test_agents import AGENTS, recorded
+from tests.server.text.template_families import FAMILIES
+from tests.tiny_model import write_tiny_model
 from tests.vllm.bodies import FUNCTION, PARAMETERS
-from tests.vllm.engines import MODEL
-from tests.vllm.fleet import LONG_S, VllmFleet
+from tests.vllm.engines import Options
+from tests.vllm.fleet import LONG_S, models_behind_a_gateway
 
 pytestmark = pytest.mark.vllm
+MODEL: Final = "tiny"
+MAX_MODEL_LEN: Final = 32768
 PATHS: Final = ("/v1/messages", "/v1/responses")
 NUM_RANDOM: Final = 150
 """Bodies for each path."""
 TEXTS: Final = ("Count to ten", "Größe, 日本語, 🙂", "a\ttab\nand a line", "x", " lead", "trail \n")
+SHOWN: Final = ("type", "text", "thinking", "name", "arguments", "input", "content", "stop_reason", "output")
 KNOWN_CLASSES: Final = (
     *("a system message inside", "a continued answer", "a failed result", "several thoughts", "a document"),
     *("a namespace", "several texts"),
 )
 """Those of the table in docs/architecture/engine_text.md."""
+
+
+class Urls(NamedTuple):
+    engine: str
+    gateway: str
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Urls]:
+    """An engine with a template that takes the system's message first, and a gateway in front of it."""
+    folder = tmp_path_factory.mktemp("dialects")
+    model = write_tiny_model(folder / "model", max_position_embeddings=MAX_MODEL_LEN, hidden_size=128)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] = FAMILIES["system-first"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder", "--reasoning-parser", "qwen3")
+    options = Options(num_blocks=4096, max_model_len=MAX_MODEL_LEN, niceness=5, model=model, args=flags)
+    with models_behind_a_gateway(folder, {MODEL: options}) as (gateway, adapters):
+        yield Urls(adapters[MODEL].engine.url, gateway.url)
 
 
 def class_of(path: str, body: Mapping[str, Any]) -> str:
@@ -155,13 +179,13 @@ def difference(client: httpx.Client, path: str, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["recorded", "random"])
-def test_prompts_are_those_of_the_own_route(fleet: VllmFleet, kind: str) -> None:
+def test_prompts_are_those_of_the_own_route(urls: Urls, kind: str) -> None:
     """Else the body is of a class that the page names."""
     chance = random.Random(kind)
     bodies = [*recorded_bodies()]
     if kind == "random":
         bodies = [(path, random_body(path, chance)) for path in PATHS for _ in range(NUM_RANDOM)]
-    with httpx.Client(base_url=fleet.engines[0].url, timeout=LONG_S) as client, ThreadPoolExecutor(4) as pool:
+    with httpx.Client(base_url=urls.engine, timeout=LONG_S) as client, ThreadPoolExecutor(4) as pool:
         found = [*pool.map(lambda each: difference(client, *each), bodies)]
     classes = [class_of(path, body) for path, body in bodies]
     counts = Counter((path, name) for (path, _), name, text in zip(bodies, classes, found, strict=True) if text)
@@ -180,22 +204,20 @@ def kinds(answer: httpx.Response) -> list[str]:
 
 def shown(value: Any) -> Any:
     """Return types, texts and calls of an unstreamed answer."""
-    kept = ("type", "text", "thinking", "name", "arguments", "input", "content", "stop_reason", "stop_sequence")
     if isinstance(value, dict):
-        return {name: shown(value[name]) for name in (*kept, "output") if value.get(name) is not None}
+        found = {name: shown(value[name]) for name in SHOWN if value.get(name) is not None}
+        return {name: each for name, each in found.items() if each != {}}
     return [shown(each) for each in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_answers_are_those_of_the_own_route(fleet: VllmFleet, path: str) -> None:
+def test_answers_are_those_of_the_own_route(urls: Urls, path: str) -> None:
     chance = random.Random(path)
     length = {"max_tokens": 12} if path == PATHS[0] else {"max_output_tokens": 12}
     for _ in range(12):
         body = random_body(path, chance) | length | {"temperature": 0}
         for stream in (False, True):
-            own = httpx.post(fleet.engines[0].url + path, json=body | {"stream": stream}, timeout=LONG_S)
-            url, headers = fleet.gateway.url + path, fleet.headers("red")
-            ours = httpx.post(url, json=body | {"stream": stream}, headers=headers, timeout=LONG_S)
+            own, ours = (httpx.post(url + path, json=body | {"stream": stream}, timeout=LONG_S) for url in urls)
             assert (own.status_code, ours.status_code) == (200, 200), (own.text, ours.text)
             if stream:
                 assert kinds(ours) == kinds(own), body
