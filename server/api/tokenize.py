@@ -62,7 +62,7 @@ class TokenizeApi:
         if memoryview(request.messages)[:5].tobytes() != b"null":
             if request.prompt is not None:
                 raise invalid("prompt", "and messages exclude each other: give one of them")
-            name = request.model or self._only_model(identity).name
+            name = request.model or self._only_name(identity)
             fields = {key: item for key, item in _FIELDS.decode(await http_request.body()).items() if key not in _OWN}
             body = encode_json(fields | {"model": name})
             if (prepared := await self._services.engine_text.prepare(_CHAT, body, identity, counts=True)) is not None:
@@ -118,15 +118,11 @@ class TokenizeApi:
 
     def _model(self, name: str | None, identity: Identity) -> ServedModel:
         """Return the model named, or the only one that this key may use."""
-        if name:
-            return self._models.readable(name, identity)
-        model = self._only_model(identity)
-        model.check_readable(model.name)
-        return model
+        return self._models.readable(name or self._only_name(identity), identity)
 
-    def _only_model(self, identity: Identity) -> ServedModel:
-        """Return the only model that this key may use. Raises InvalidRequestError."""
-        models = {id(model): model for _, model in self._models.names(identity) if not model.adapter}
-        if len(models) != 1:
+    def _only_name(self, identity: Identity) -> str:
+        """Return a name, for this key, of the only model that it may use. Raises InvalidRequestError."""
+        names = {id(model): name for name, model in self._models.names(identity) if not model.adapter}
+        if len(names) != 1:
             raise invalid("model", "is required")
-        return next(iter(models.values()))
+        return next(iter(names.values()))

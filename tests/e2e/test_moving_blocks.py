@@ -124,7 +124,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
 def test_what_a_busy_worker_holds_is_fetched_by_the_other(fleet: Moving) -> None:
     prompt = prompt_of("busy bees")
     fleet.compute(prompt)
-    asked = [f"{prompt} {prompt_of(f'number {number}')}" for number in range(8)]
+    asked = [f"{prompt} {prompt_of(f'number {number}')}" for number in range(24)]
     with ThreadPoolExecutor(len(asked)) as threads:
         answers = list(threads.map(fleet.ask, asked))
         expected = list(threads.map(fleet.cold, asked))

@@ -16,6 +16,7 @@ from typing import Any, Final
 import httpx
 import jinja2
 
+from server.errors import InvalidRequestError
 from server.event_loop import run_now
 from server.text.template_input import template_messages, template_tools, with_tools
 from server.text.template_sandbox import TemplateEnvironment
@@ -58,11 +59,14 @@ SHAPES: Final[dict[str, list[Step]]] = {
 ANSWER: Final = script_of(
     Started(0),
     Tokens(0, (1, 2)),
-    EngineText(b'{"type": "x", "choices": [], "usage": {}, "id": "e"}'),
+    EngineText(
+        b'{"id": "e", "usage": {"prompt_tokens": 9, "completion_tokens": 2}, "choices":'
+        b' [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "x"}}]}'
+    ),
     Finished(0, "stop"),
     End(0.0, 0.0, 0.0),
 )
-"""One of any API."""
+"""The answer of an engine to a chat."""
 PAIRS: Final = [(name,) for name in SHAPES] + list(itertools.combinations(SHAPES, 2))
 
 
@@ -80,7 +84,10 @@ class TemplateEngine(EngineWorker):
     template: str = ""
 
     def render(self, path: str, body: dict[str, Any]) -> Rendered | Failed:
-        given = run_now(read(path, json.dumps({"model": "tiny", **body}).encode()).__await__())
+        try:
+            given = run_now(read(path, json.dumps({"model": "tiny", **body}).encode()).__await__())
+        except InvalidRequestError as error:  # a value that the API of the engine refuses
+            return Failed("invalid_request", error.message, retryable=False)
         messages: Any = run_now(template_messages(given, knows_developer=True))
         tools = template_tools(given.tools)
         if "tools" not in self.template:

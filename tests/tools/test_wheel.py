@@ -18,7 +18,7 @@ from worker.common.command_line import module_command
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "cache", "server", "worker", "benchmarks")
 BUILD = "import sys; from hatchling import build; build.build_wheel(sys.argv[1])"
-BENCHES = ["batch", "cache", "replay"]
+BENCHES = ["cache", "replay"]
 
 
 def copy_sources(checkout: Path) -> None:
@@ -48,7 +48,7 @@ def run(wheel: Path, module: str, *arguments: str) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=wheel, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_wheel_holds_the_product_and_three_benchmarks(wheel: Path) -> None:
+def test_the_wheel_holds_the_product_and_two_benchmarks(wheel: Path) -> None:
     assert {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"} == {
         *("cache", "server", "worker", "benchmarks")
     }

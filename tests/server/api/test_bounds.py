@@ -237,7 +237,7 @@ async def test_a_stream_that_has_begun_says_it_in_its_last_events(worker: Script
         aiohttp.ClientSession() as session,
         session.post(target.url + path, json=body(path, stream=True)) as response,
     ):
-        first = await response.content.readuntil(b"\n\n")
+        first = await response.content.readuntil(b"\n")
         release.set()
         raw = await response.read()
     if path == MESSAGES:

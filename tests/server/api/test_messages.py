@@ -99,7 +99,7 @@ async def test_a_named_tool_is_called_by_a_grammar(says: Says) -> None:
         await post(target.url, body(**fields), PATH)
         await post(target.url, body(tools=[TOOL], tool_choice={"type": "any"}), PATH)
     named, required = (request.sampling.grammar for request in worker.received)
-    assert named == Grammar("json_schema", json.dumps(TOOL["input_schema"]))
+    assert named == Grammar("json_schema", json.dumps(TOOL["input_schema"] | {"x-guidance": {"lenient": True}}))
     assert required is not None
     assert json.loads(required.text)["minItems"] == 1
 
@@ -161,7 +161,9 @@ async def test_a_user_and_a_format_reach_router_and_worker(says: Says) -> None:
             None,
             f"{worker.received[0].tenant}/u",
         ]
-    assert worker.received[1].sampling.grammar == Grammar("json_schema", json.dumps(schema, separators=(",", ":")))
+    assert worker.received[1].sampling.grammar == Grammar(
+        "json_schema", json.dumps(schema | {"x-guidance": {"lenient": True}}, separators=(",", ":"))
+    )
 
 
 async def test_a_stream_that_breaks_ends_with_an_error(says: Says) -> None:

@@ -91,7 +91,9 @@ async def test_length_is_incomplete_and_schemas_reach_the_worker(says: Says) -> 
     answer = json.loads(raw)
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert worker.received[0].sampling.grammar == Grammar("json_schema", '{"type":"object"}')
+    assert worker.received[0].sampling.grammar == Grammar(
+        "json_schema", '{"type":"object","x-guidance":{"lenient":true}}'
+    )
 
 
 async def test_log_probabilities_of_the_answer_alone(says: Says) -> None:

@@ -51,7 +51,7 @@ GRAMMARS = [
     ({"regex": "a+"}, Grammar("regex", "a+")),
     ({"grammar": "start: /a/"}, Grammar("grammar", "start: /a/")),
     ({"choice": ["a", "b"]}, Grammar("choice", '["a","b"]')),
-    ({"json": {"type": "object"}}, Grammar("json_schema", '{"type":"object"}')),
+    ({"json": {"type": "object"}}, Grammar("json_schema", '{"type":"object","x-guidance":{"lenient":true}}')),
     ({"json_object": True}, Grammar("json_object", "")),
 ]
 

@@ -137,7 +137,9 @@ async def test_a_named_function_gets_its_arguments(says: Says) -> None:
     choice = json.loads(raw)["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Bonn"}'}
-    assert worker.received[0].sampling.grammar == Grammar("json_schema", json.dumps(WEATHER["function"]["parameters"]))
+    assert worker.received[0].sampling.grammar == Grammar(
+        "json_schema", json.dumps(WEATHER["function"]["parameters"] | {"x-guidance": {"lenient": True}})
+    )
 
 
 async def test_tool_choice_none_leaves_text_alone(says: Says) -> None:
@@ -194,12 +196,15 @@ async def test_an_answer_cut_within_its_thoughts_is_reasoning(says: Says, is_beg
         ({"response_format": {"type": "json_object"}}, Grammar("json_object", "")),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
-            Grammar("json_schema", '{"type":"object"}'),
+            Grammar("json_schema", '{"type":"object","x-guidance":{"lenient":true}}'),
         ),
         ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
         ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a","b"]')),
         ({"structured_outputs": {"grammar": "root ::= x"}}, Grammar("grammar", "root ::= x")),
-        ({"structured_outputs": {"json": {"type": "string"}}}, Grammar("json_schema", '{"type":"string"}')),
+        (
+            {"structured_outputs": {"json": {"type": "string"}}},
+            Grammar("json_schema", '{"type":"string","x-guidance":{"lenient":true}}'),
+        ),
         ({"response_format": {"type": "text"}}, None),
     ],
 )
