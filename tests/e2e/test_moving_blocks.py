@@ -121,18 +121,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
         yield running
 
 
-def test_what_a_busy_worker_holds_is_fetched_by_the_other(fleet: Moving) -> None:
-    prompt = prompt_of("busy bees")
-    fleet.compute(prompt)
-    asked = [f"{prompt} {prompt_of(f'number {number}')}" for number in range(24)]
-    with ThreadPoolExecutor(len(asked)) as threads:
-        answers = list(threads.map(fleet.ask, asked))
-        expected = list(threads.map(fleet.cold, asked))
-    assert [answer.drawn for answer in answers] == [answer.drawn for answer in expected]
-    assert len({answer.worker for answer in answers}) == 2
-    assert any(answer.places.get("peer", 0) > 600 for answer in answers), [answer.places for answer in answers]
-
-
 async def test_a_copy_that_a_gateway_asks_for_gives_the_same_tokens(fleet: Moving) -> None:
     prompt = prompt_of("copies")
     first = fleet.compute(prompt)
@@ -227,3 +215,15 @@ def test_a_worker_joins_with_what_its_peer_used_last(fleet: Moving) -> None:
     assert warm.drawn == first.drawn
     fleet.restart(holder)
     fleet.assert_quiet(within_s=HANG_S)
+
+
+def test_what_a_busy_worker_holds_is_fetched_by_the_other(fleet: Moving) -> None:
+    prompt = prompt_of("busy bees")
+    fleet.compute(prompt)
+    asked = [f"{prompt} {prompt_of(f'number {number}')}" for number in range(24)]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = list(threads.map(fleet.ask, asked))
+        expected = list(threads.map(fleet.cold, asked))
+    assert [answer.drawn for answer in answers] == [answer.drawn for answer in expected]
+    assert len({answer.worker for answer in answers}) == 2
+    assert any(answer.places.get("peer", 0) > 600 for answer in answers), [answer.places for answer in answers]
