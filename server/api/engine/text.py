@@ -9,10 +9,8 @@ Source: docs/architecture/engine_text.md.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
-import random
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,13 +21,13 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from cache.records import Candidate
 from server.api.chat import ConversationEndpoint
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.engine.chats import chat_of, keep_images
 from server.api.engine.control import LENGTHS, check_control_tokens
 from server.api.engine.media import CHAT_PATH, Media, read_media, with_small_images
 from server.api.engine.prompts import EnginePrompts
+from server.api.engine.rendering import EngineRenderer
 from server.api.engine.shapes import EngineShapes
 from server.api.formatting import ResponseFormatter, decoded, encode_json, response_id
 from server.api.pooling import ENGINE_PATHS, head_of
@@ -42,10 +40,8 @@ from server.config import GatewayConfig
 from server.errors import (
     ApiError,
     ContextLengthError,
-    InternalError,
     InvalidRequestError,
     NotFoundError,
-    RevisionGoneError,
     UnavailableError,
 )
 from server.event_loop import run_sliced
@@ -55,10 +51,8 @@ from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.engine_text_request import EngineTextRequest
 from server.request.response import ResponseStream
-from server.request.retry import MAX_WAITS
 from server.request_context import CURRENT, trace_stage
-from server.router.queue import PAUSE_S
-from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
+from server.schema.decoding import TextLimit, located, read_json, unsupported
 from server.schema.field_table import IGNORED, REFUSED_FIELDS, SENT_FIELDS, SENT_XARGS
 from server.schema.fields import ModelFields, RequestFields, StreamOptions
 from server.schema.intent import ChatIntent
@@ -66,9 +60,8 @@ from server.schema.requests import CompletionRequest
 from server.schema.wishes import WORDS
 from server.text.output_parser import OutputRules
 from server.workers.client import WorkerClient
-from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
-from worker.common.capabilities import IMAGES, needs_of
+from worker.common.capabilities import IMAGES
 from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -76,7 +69,6 @@ log = logging.getLogger(__name__)
 COMPLETIONS_PATH: Final = "/v1/completions"
 MAX_CHOICES: Final = 16_384
 """More are left to the engine to refuse."""
-MAX_RENDER_ATTEMPTS: Final = 3  # as many workers may be lost
 _PREFIXES: Final = {
     **{CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-"},
     **dict.fromkeys(POOLING_PATHS, "pool-"),
@@ -160,8 +152,7 @@ class EngineTexts:
         self._config = config
         self._xargs = SENT_XARGS | config.engine_xargs
         self._models = models
-        self._client = client
-        self._fleet = fleet
+        self._renderer = EngineRenderer(models, client, fleet)
         self._prompts = EnginePrompts()
         self._shapes = EngineShapes(self._prompts, is_strict=config.strict_template)
 
@@ -202,10 +193,10 @@ class EngineTexts:
                     why = "takes one prompt where the engine writes the text: send several requests"
                     raise unsupported("prompt", why)
         if rendered is not None and asked.intent is not None and asked.intent.max_tokens is not None:
-            able = self._able(asked.model, _needs(asked.model, path, has_images=bool(asked.media.images)))
+            able = self._renderer.able(asked.model, path, has_images=bool(asked.media.images))
             longest = max([each.member.max_model_len for each in able], default=asked.model.max_model_len)
             num_tokens = max(1, min(asked.intent.max_tokens, longest - len(rendered.prompts[0])))
-            asked.known.max_tokens = num_tokens
+            asked = asked._replace(known=replace(asked.known, max_tokens=num_tokens))
             call = replace(call, body=encode_json(sent | {"max_completion_tokens": num_tokens}))
         spec = _spec(call, asked, identity, rendered)
         if dialect is None or asked.intent is None or asked.request is None:
@@ -215,7 +206,7 @@ class EngineTexts:
 
     async def has_other_template(self, model: ServedModel) -> bool:
         """Return whether the model's engines render chats otherwise than the gateway."""
-        engines = {each.member.chat_probes for each in self._able(model, _needs(model, CHAT_PATH))}
+        engines = {each.member.chat_probes for each in self._renderer.able(model, CHAT_PATH)}
         return bool(engines) and not await self._prompts.shares_template(engines, model)
 
     async def _read(
@@ -267,11 +258,11 @@ class EngineTexts:
             sent = _body(asked)
             if path != CHAT_PATH or asked.error is not None:
                 return sent, ""
-            digests = frozenset(each.member.chat_probes for each in self._able(model, _needs(model, path)))
+            digests = frozenset(each.member.chat_probes for each in self._renderer.able(model, path))
             ignored = ""
             if asked.intent is None:
                 sent, ignored = self._without_vendors(sent, model)
-            render = partial(self._render, model=model)
+            render = partial(self._renderer.render, model=model)
             sent, repairs = await self._shapes.repaired(sent, model, digests, render)
             wishes = None if asked.intent is None else asked.intent.conversation.wishes
             sent, wish_repairs, unheeded = await self._shapes.granted(sent, wishes, model, digests, render)
@@ -283,12 +274,12 @@ class EngineTexts:
         """Return the prompt of a call, without control tokens of the client. Raises ApiError."""
         model, gateway_prompt = asked.model, None
         if call.path == CHAT_PATH and asked.error is None and not asked.media.images:
-            gateway_prompt = await self._prompts.render(sent, model, self._able(model, _needs(model, call.path)))
-        rendered = gateway_prompt or await self._rendered(call, asked.media, model)
+            gateway_prompt = await self._prompts.render(sent, model, self._renderer.able(model, call.path))
+        rendered = gateway_prompt or await self._renderer.rendered(call, asked.media, model)
         if asked.error is not None:
             raise located(str(asked.error))
         if gateway_prompt is None and call.path != COMPLETIONS_PATH and not self._config.control_tokens_in_content:
-            render = partial(self._render, model=model, has_images=bool(asked.media.images))
+            render = partial(self._renderer.render, model=model, has_images=bool(asked.media.images))
             body = {name: decoded(value) for name, value in sent.items()}
             if asked.media.images:  # which the engine need not read again
                 await check_control_tokens(call, with_small_images(body), None, model, render)
@@ -302,63 +293,6 @@ class EngineTexts:
             sent, rule = body_without_line(sent)
             CURRENT.get().removal_rule = rule
         return self._ignored_tools.without(sent)
-
-    async def _rendered(self, call: EngineCall, media: Media, model: ServedModel) -> Rendered:
-        """Return the engine's prompts of a call. Raises ApiError, which names the image that the engine cannot read."""
-        try:
-            rendered = await self._render(call, model, has_images=bool(media.images))
-        except (InvalidRequestError, InternalError) as refused:
-            images = () if refused.code == "context_length_exceeded" else media.images
-            for image in images:
-                try:
-                    await self._render(image.only_in(call), model, has_images=True)
-                except (InvalidRequestError, InternalError) as error:
-                    why = f": {error.message}" if isinstance(error, InvalidRequestError) else ""
-                    raise invalid(image.param, f"is an image that the engine cannot read{why}") from error
-            raise
-        num_read = sum(map(len, rendered.media))
-        if num_read < len(media.images):
-            message = f"The engine reads {num_read} of {len(media.images)} images: send them in messages of the user."
-            raise InvalidRequestError(message, param=media.images[0].param)
-        return rendered
-
-    def _able(self, model: ServedModel, needs: frozenset[str], *, are_silent: bool = False) -> list[Candidate]:
-        """Return the workers, live or silent, that can serve these needs."""
-        name, revision = model.name, model.fingerprint
-        found = self._fleet.silent(name, revision) if are_silent else self._fleet.candidates(name, None, revision)
-        return [each for each in found if needs.issubset(each.member.capabilities)]
-
-    async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool = False) -> Rendered:
-        """Ask the least loaded worker of the longest context for the prompt's ids, and others if it is lost.
-
-        Raises ApiError.
-
-        Silent workers, and another revision that is learnt, are waited for.
-        """
-        num_lost = num_waits = 0
-        needs = _needs(model, call.path, has_images=has_images)
-        while num_lost < MAX_RENDER_ATTEMPTS and num_waits <= MAX_WAITS:
-            candidates = self._able(model, needs)
-            longest = max([each.member.max_model_len for each in candidates], default=0)
-            candidates = [each for each in candidates if each.member.max_model_len == longest]
-            candidates.sort(key=lambda each: (each.load.num_waiting, each.load.num_running, random.random()))
-            for candidate in candidates[:MAX_RENDER_ATTEMPTS]:
-                try:
-                    return await self._client.render(candidate.member.url, call)
-                except (WorkerRefused, WorkerLost) as error:
-                    if isinstance(error, WorkerRefused) and not error.failed.retryable:
-                        is_longest = longest == self._fleet.longest_context(model.name, model.fingerprint, needs)
-                        if error.failed.code == "context_length_exceeded" and not is_longest:
-                            break  # a worker with a longer context is away
-                        raise _refusal(error) from error
-                    num_lost += isinstance(error, WorkerLost) and not isinstance(error, WorkerAbsent)
-                    log.info("worker %s rendered no prompt: %s", candidate.member.worker_id, error)
-            if not self._models.is_served(model):
-                raise RevisionGoneError
-            silent = self._able(model, needs, are_silent=True)
-            num_waits += not (silent or self._models.is_learning(model.name))
-            await asyncio.sleep(PAUSE_S)
-        raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
 
 
 @contextmanager
@@ -377,10 +311,6 @@ def _naming(intent: ChatIntent | None, model: ServedModel) -> Iterator[None]:
         raise
 
 
-def _needs(model: ServedModel, path: str, *, has_images: bool = False) -> frozenset[str]:
-    return needs_of(EngineCall(path, b""), None, [IMAGES] * has_images, model.adapter)
-
-
 @contextmanager
 def _decoding() -> Iterator[None]:
     """Raise InvalidRequestError for strings that are no UTF-8, or halves of surrogate pairs."""
@@ -395,15 +325,6 @@ async def _check_text(body: bytes, media: Media, limit: TextLimit) -> None:
     if limit.num_bytes is not None and len(body) > limit.num_bytes:
         limit = TextLimit(limit.num_bytes + media.num_bytes, limit.max_model_len)
         await read_json(body, head_of, lambda: limit)
-
-
-def _refusal(error: WorkerRefused) -> ApiError:
-    """Return the client's error for an engine that refuses to render a prompt, in the engine's words."""
-    failed = error.failed
-    if failed.code not in ("context_length_exceeded", "invalid_request"):
-        return InternalError("The engine met an internal error.")
-    code = None if failed.code == "invalid_request" else failed.code
-    return InvalidRequestError(failed.message, param=failed.param, code=code)
 
 
 def _is_sent(path: str, name: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from server.api.engine import text as engine_text
+from server.api.engine import rendering
 from tests.server.api.engine_worker import APIS, WORDS, EngineWorker, engine_gateway, text_of
 from tests.server.gateway_app import RunningGateway
 from tests.server.scripted_worker import Refuse, script_of
@@ -49,7 +49,7 @@ async def silent_gateway(engines: list[EngineWorker], **options: Any) -> AsyncIt
 
 
 async def test_silent_workers_are_waited_for(engines: list[EngineWorker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_text, "MAX_WAITS", 0)
+    monkeypatch.setattr(rendering, "MAX_WAITS", 0)
     async with silent_gateway(engines) as target:
         asked = asyncio.create_task(post(target.url, chat()))
         await asyncio.wait([asked], timeout=1.0)
@@ -106,7 +106,7 @@ async def test_the_longest_context_renders(engines: list[EngineWorker]) -> None:
 
 async def test_a_longer_context_that_is_away(engines: list[EngineWorker], monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that only a silent worker can take waits for it. Above the longest known context it is a 400."""
-    monkeypatch.setattr(engine_text, "MAX_WAITS", 0)
+    monkeypatch.setattr(rendering, "MAX_WAITS", 0)
     engines[0].max_model_len, engines[0].refuses_render = 16, TOO_LONG
     async with engine_gateway(*engines) as target:
         await until(lambda: target.models.get("tiny").max_model_len == 2048)
