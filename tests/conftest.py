@@ -37,10 +37,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the tests of benchmarks and tools, and the fuzzers, to `make test-e2e`."""
+    """Mark what a folder's tests have in common: the command that runs them."""
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in ("benchmarks", "fuzz", "tools"):
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in ("benchmarks", "tools"):
             item.add_marker(pytest.mark.e2e)
+        elif folder in ("browser", "clients", "faults", "k8s", "vllm"):
+            item.add_marker(folder)
 
 
 def pytest_report_header() -> str | None:

@@ -6,11 +6,7 @@ import json
 import mimetypes
 from typing import Any, Final
 
-import pytest
-
 from server.ops.app import FOLDER, SECURITY_HEADERS
-
-pytestmark = pytest.mark.browser
 
 SITE: Final = "http://pages.example"
 REFUSAL: Final = {"status": 401, "json": {"error": {"message": "The ops key is needed."}}}

@@ -11,9 +11,6 @@ import pytest
 
 from server.ops.app import FOLDER, SECURITY_HEADERS
 
-pytestmark = pytest.mark.browser
-
-
 SITE = "http://chat.test"
 ALLOWED = [
     "A",

@@ -16,8 +16,6 @@ import pytest
 from tests.e2e.serving import Serve
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.browser
-
 axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason="make test-browser installs it")
 
 WIDE, PHONE, NARROW = {"width": 1360, "height": 900}, {"width": 390, "height": 844}, {"width": 320, "height": 640}

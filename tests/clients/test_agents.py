@@ -28,7 +28,6 @@ from tests.server.text.template_families import FAMILIES
 from tests.tiny_model import write_tiny_model
 from tests.waiting import HANG_S, wait_until
 
-pytestmark = pytest.mark.clients
 WIDE: Final = 32768
 NARROW: Final = 8192
 TOO_LONG: Final = {

@@ -11,7 +11,6 @@ from tests.clients.running import INSTALLED, OPENAI2, PROGRAMS, converse, conver
 from tests.e2e.serving import SMALL_POOL, Serve
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.clients
 MODULES: Final = str(INSTALLED / "node_modules")
 
 

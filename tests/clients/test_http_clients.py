@@ -10,8 +10,6 @@ import pytest
 from tests.clients.running import PROGRAMS, converse, run
 from tests.e2e.serving import Serve
 
-pytestmark = pytest.mark.clients
-
 
 def test_jdk(smollm2: Serve) -> None:
     """It offers HTTP/2, and expects an answer in HTTP/1.1 to the whole body."""

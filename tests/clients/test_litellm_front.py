@@ -23,7 +23,6 @@ from tests.e2e.serving import SMALL_POOL, Serve, free_ports
 from tests.tiny_model import write_tiny_model
 from tests.waiting import HANG_S, wait_until
 
-pytestmark = pytest.mark.clients
 KEY: Final = "hs-key-of-the-front-for-tests"
 PAGE: Final = ROOT / "docs/tenants_of_a_front.md"
 TEAMS: Final = [f"team-{number:02}" for number in range(20)]

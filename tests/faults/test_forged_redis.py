@@ -9,8 +9,6 @@ import pytest
 
 from tests.faults.forged_redis import besieged, with_a_forger
 
-pytestmark = pytest.mark.faults
-
 
 @pytest.mark.parametrize("static_workers", [True, False], ids=["told", "found"])
 async def test_a_minute_with_a_forger(tmp_path: Path, model: Path, rng: random.Random, static_workers: bool) -> None:

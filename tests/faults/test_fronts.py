@@ -18,7 +18,6 @@ from tests.e2e.serving import SMALL_POOL, Serve
 from tests.faults.fronts import FRONTS, Front
 from tests.waiting import HANG_S
 
-pytestmark = pytest.mark.faults
 NUM_ROUNDS: Final = 200
 USERS: Final = ("ALICE", "BOB", "CAROL")
 KEYS: Final = {name: f"sk-{secrets.token_hex(24)}" for name in (*USERS, "MALLORY")}

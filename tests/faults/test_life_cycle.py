@@ -20,7 +20,6 @@ from tests.faults.part import Gateway, Part
 from tests.faults.worker_process import Additions
 from tests.waiting import HANG_S, wait_until
 
-pytestmark = pytest.mark.faults
 NUM_ROUNDS = 10
 NUM_CLIENTS = 6
 GRACE_S = 4.0

@@ -23,8 +23,6 @@ from tests.server.test_app import chat
 from tests.server.test_field_sweep import BODIES, KINDS
 from tests.server.test_kept_texts import texts_of
 
-pytestmark = pytest.mark.faults
-
 MIB: Final = 1 << 20
 NUM_REQUESTS: Final = 200
 SIZE: Final = 1_000_000

@@ -12,13 +12,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.faults.client import Outcome, ask, ask_all, completion, session
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.worker_process import Additions
 
-pytestmark = pytest.mark.faults
 NUM_KILLS = 100
 NUM_CLIENTS = 8
 NUM_PROMPTS = 48

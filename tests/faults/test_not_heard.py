@@ -18,7 +18,6 @@ from tests.faults.cluster import Cluster, Topology
 from tests.faults.worker_process import Additions
 from tests.waiting import until
 
-pytestmark = pytest.mark.faults
 STOP_S = 5.0
 DEADLINE_S = 30.0
 NUM_OF_EACH = 200

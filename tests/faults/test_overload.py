@@ -20,7 +20,6 @@ from tests.faults.client import Outcome, ask, completion, session
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.worker_process import Additions
 
-pytestmark = pytest.mark.faults
 STEP_S = 0.08
 NUM_SLOTS = 8
 """A worker's."""

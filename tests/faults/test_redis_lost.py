@@ -26,7 +26,6 @@ from tests.faults.proxy import FaultProxy
 from tests.redis_server import RedisServer, newest_redis
 from tests.waiting import HANG_S, wait_until
 
-pytestmark = pytest.mark.faults
 RECONNECT_S = 5.0
 REWRITE_S = 3.0
 

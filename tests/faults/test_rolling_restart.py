@@ -19,7 +19,6 @@ from tests.faults.client import ask, completion, session
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.worker_process import Additions
 
-pytestmark = pytest.mark.faults
 NUM_CONVERSATIONS = 40
 NUM_TURNS = 30
 THINK_S = (4.0, 8.0)

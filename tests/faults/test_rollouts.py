@@ -13,7 +13,6 @@ import pytest
 from tests.faults import rollouts
 from tests.faults.cluster import Cluster
 
-pytestmark = pytest.mark.faults
 LEASE_S = 6.0
 
 

@@ -25,7 +25,6 @@ from tests.faults.test_streams import random_body
 from tests.faults.worker_process import Additions
 from tests.waiting import HANG_S, wait_until
 
-pytestmark = pytest.mark.faults
 NUM_CLIENTS = 4
 THINK_S = 0.5
 NUM_BODIES = 200

@@ -17,7 +17,6 @@ from tests.faults.part import metrics
 from tests.faults.worker_process import Additions
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.faults
 POISON = 4242
 """A token that no other prompt holds."""
 

@@ -16,7 +16,6 @@ from tests.faults.cluster import Cluster, Topology
 from tests.faults.part import Worker
 from tests.faults.worker_process import Additions
 
-pytestmark = pytest.mark.faults
 NUM_STREAMS = 200
 NUM_SEEDS = 10
 PARALLEL = 64

@@ -6,12 +6,9 @@ import random
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.faults.usage_load import Counted, UsageFleet, check, run_load
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.faults
 NUM_REQUESTS = 2000
 LOST_S = 1.0
 """A killed gateway may lose the lines of its last second."""

@@ -15,7 +15,6 @@ from tests.faults.cluster import Cluster, Topology
 from tests.faults.worker_process import Additions
 from tests.waiting import until, wait_until
 
-pytestmark = pytest.mark.faults
 STALL_S = 1.0
 
 

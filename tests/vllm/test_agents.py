@@ -23,7 +23,6 @@ from tests.tiny_model import write_tiny_model
 from tests.vllm.engines import Engine, Options
 from tests.vllm.fleet import BLOCK_SIZE, LONG_S, models_behind_a_gateway
 
-pytestmark = pytest.mark.vllm
 MAX_MODEL_LEN: Final = 32768
 NUM_BLOCKS: Final = 4096
 """Room for all prompts."""

@@ -17,7 +17,6 @@ from tests.server.sse_grammar import check_chat, check_completion, events
 from tests.vllm.engines import MODEL
 from tests.vllm.fleet import LONG_S, VllmFleet
 
-pytestmark = pytest.mark.vllm
 CAPITAL: Final = [{"role": "user", "content": "What is the capital of France?"}]
 PERSON: Final = {
     "type": "object",

@@ -8,14 +8,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-import pytest
-
 from tests.server.sse_grammar import check_chat
 from tests.stopwatch import Stopwatch
 from tests.vllm.fleet import BLOCK_SIZE, Adapter, VllmFleet, ask, found, hits, promised
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.vllm
 KNOWN_S: Final = 1.0
 """A lost batch is known within this, also while the engine has nothing to do."""
 LOSSY_S: Final = 60.0

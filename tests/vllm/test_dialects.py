@@ -31,7 +31,6 @@ from tests.vllm.bodies import FUNCTION, PARAMETERS
 from tests.vllm.engines import Options
 from tests.vllm.fleet import LONG_S, models_behind_a_gateway
 
-pytestmark = pytest.mark.vllm
 MODEL: Final = "tiny"
 MAX_MODEL_LEN: Final = 32768
 PATHS: Final = ("/v1/messages", "/v1/responses")

@@ -12,14 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import httpx
-import pytest
 
 from tests.vllm.engines import MODEL
 from tests.vllm.fleet import LONG_S, Adapter, VllmFleet, ask, hits, running
 from tests.vllm.test_cache import question, remembered
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.vllm
 ABORT_S: Final = 1.0
 """From a client's departure to the abort in the engine."""
 FORGET_S: Final = 2.0

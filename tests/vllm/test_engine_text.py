@@ -17,7 +17,6 @@ from tests.vllm.fleet import LONG_S, Adapter, VllmFleet, found, promised, runnin
 from tests.vllm.test_cache import STORY
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.vllm
 ABORT_S: Final = 1.0
 IDS: Final = frozenset({"id", "created", "created_at", "item_id", "completed_at", "signature"})
 CACHE: Final = frozenset(

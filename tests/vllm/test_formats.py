@@ -9,14 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import pytest
-
 from server.text.formats import FORMATS
 from server.text.formats.reasoning import THOUGHT_FORMATS
 from server.text.output_parser import ChoiceMessage, OutputRules, ReasoningStart
 from tests.vllm.engines import ENVIRONMENT, INSTALLED
 
-pytestmark = pytest.mark.vllm
 Call = tuple[str, dict[str, Any]]
 Answer = tuple[str, str, list[Call]]
 """Reasoning, content and calls."""

@@ -6,14 +6,11 @@ import json
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.generation_configs import CONFIGS, CONTEXT
 from tests.vllm.engines import ENVIRONMENT, INSTALLED, write_model
 from worker.adapter.vllm import without_neutral
 from worker.files.generation_config import sampling_defaults
 
-pytestmark = pytest.mark.vllm
 RESOLVE = """
 import json, sys
 import vllm.platforms

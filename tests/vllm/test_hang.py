@@ -19,7 +19,6 @@ from tests.vllm.fleet import LONG_S, Adapter, VllmFleet
 from tests.vllm.test_engine_lost import tokens
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.vllm
 HANG_AFTER_S: Final = 20.0
 SPARE_S: Final = 5.0
 """On top of it: the time until an idle engine is asked for a token."""

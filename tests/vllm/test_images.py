@@ -22,7 +22,6 @@ from tests.vllm.replay import batches
 from tests.vllm.test_cache import STORY
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.vllm
 NUM_MUTATED: Final = 1000
 HOST: Final = "localhost"
 WORDS: Final = ("cat", "dog", "moon", "sea", "What is this?", "A long story, told by nobody.", "2,048", "Rome")

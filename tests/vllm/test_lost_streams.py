@@ -23,7 +23,6 @@ from tests.vllm.fleet import LONG_S, VllmFleet
 from tests.vllm.test_engine_text import data_of, user
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.vllm
 NUM_STREAMS: Final = 8
 """As many are open at a kill."""
 SYSTEM: Final = "You are a careful agent. Read the files, then edit them, and say what you have done. " * 12

@@ -26,7 +26,6 @@ from tests.vllm.engines import MODEL, Engine
 from tests.vllm.fleet import LONG_S, Adapter, VllmFleet, running
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.vllm
 SEED: Final = 1
 PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 NUM_BODIES: Final = 75

@@ -17,7 +17,6 @@ from tests.vllm.comparable import comparable, same
 from tests.vllm.engines import MODEL, Engine, Options
 from tests.waiting import HANG_S
 
-pytestmark = pytest.mark.vllm
 _HIDDEN_SIZE = 128
 """For heads of 32: vLLM has none of 16 where the processor has AMX."""
 NUM_REQUESTS: Final = 200

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import pytest
 
 from tests.server.sse_grammar import events
 from tests.vllm.engines import MODEL, write_model
 from tests.vllm.fleet import LONG_S, VllmFleet
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.vllm
 NUM_CLIENTS: Final = 4
 NUM_BETWEEN: Final = 4 * NUM_CLIENTS
 """Requests before and after each step."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import pytest
 from tokenizers import Tokenizer
 
 from server.api.engine.prompts import shapes_of
@@ -27,7 +26,6 @@ from tests.vllm.engines import INSTALLED, MODEL, Engine, Options, write_model
 from tests.vllm.fleet import LONG_S
 from worker.common.chat_probes import CHAT_PROBES, digests
 
-pytestmark = pytest.mark.vllm
 SEED: Final = 1
 NUM_BODIES: Final = 60
 """The number for each template."""

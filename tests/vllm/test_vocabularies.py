@@ -18,7 +18,6 @@ from tests.vllm.fleet import LONG_S, Adapter, found, models_behind_a_gateway, pr
 from tests.vllm.test_cache import STORY
 from tests.vllm.vocabularies import write_tekken, write_tiktoken
 
-pytestmark = pytest.mark.vllm
 CHAT: Final = "/v1/chat/completions"
 PARAMETERS: Final = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Final = {"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": PARAMETERS}}

@@ -18,7 +18,6 @@ from tests.vllm.fleet import BLOCK_SIZE, OWN_BLOCK_SIZE, TENANTS, VllmFleet, fou
 from tests.vllm.replay import batches
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.vllm
 RESTART_EVERY: Final = 70
 LEAST_EQUAL: Final = 0.85
 """vLLM 0.32 does not count the copies of a block: a removal of one counts as that of all. Equal answers make copies."""
