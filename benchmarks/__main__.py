@@ -30,6 +30,7 @@ DEV_BENCHES: Final = {
     "sampling": "what a sampled token costs, over a greedy one",
     "speculation": "tokens per second with drafts and without, in pairs",
     "tiers": "the first token of a prompt whose blocks are elsewhere, and the cost of keeping blocks",
+    "tokens": "what a token costs between the engine and the client, by process",
 }
 """Summary of each bench that needs a checkout."""
 HAVE_A_BAR: Final = {"replay", "route"}
