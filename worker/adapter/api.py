@@ -125,7 +125,6 @@ class EngineApi(Protocol):
     """
 
     kind: str
-    unplaced: str | None = None  # the path whose calls the engine gives to a rank of its own choice
 
     async def version(self) -> str:
         """Return the engine's version, and check that the version is supported. Call it first."""

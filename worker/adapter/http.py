@@ -6,7 +6,7 @@ import contextlib
 import errno
 import json
 import ssl
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 import aiohttp
@@ -26,10 +26,6 @@ _READ_BYTES: Final = 1 << 20  # aiohttp pauses a connection with twice as many u
 _OWN_ERRORS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
 """Errors of this side, as a name that is not found is one."""
 _JSON: Final = {"content-type": "application/json"}
-
-
-class _Typed(msgspec.Struct):
-    type: str = ""
 
 
 class EngineServer(EngineApi):
@@ -89,11 +85,8 @@ class EngineServer(EngineApi):
         except (ValueError, RecursionError) as error:
             raise EngineLostError(f"{self._url}{path} did not answer in JSON") from error
 
-    async def events(self, path: str, body: object, last: Sequence[bytes] = ()) -> AsyncIterator[bytes]:
-        """Post `body` and yield the data of each event up to [DONE]. Closing the iterator closes the connection.
-
-        `last`: an event of one of these types also is the last.
-        """
+    async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
+        """Post `body` and yield the data of each event up to [DONE]. Closing the iterator closes the connection."""
         async with self._answer("POST", path, body, None) as response:
             if response.status != 200:
                 raise refused(response.status, await _body(response))
@@ -109,7 +102,6 @@ class EngineServer(EngineApi):
                             is_done = True
                         else:
                             yield data
-                            is_done = any(kind in data for kind in last) and type_of(data) in last
         if not is_done:
             raise EngineLostError("the answer ended early")
 
@@ -154,13 +146,6 @@ class EngineServer(EngineApi):
 def socket_path(url: str) -> str:
     """Return the path of a URL unix:PATH or unix://PATH; empty for another."""
     return url.removeprefix("unix:").removeprefix("//") if url.startswith("unix:") else ""
-
-
-def type_of(data: bytes) -> bytes:
-    try:
-        return msgspec.json.decode(data, type=_Typed).type.encode()
-    except msgspec.MsgspecError:
-        return b""
 
 
 @contextlib.contextmanager

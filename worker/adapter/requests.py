@@ -183,8 +183,7 @@ class EngineRequests:
             try:
                 self._start_reached()
                 await self._answer(active, prefill, num_expected, until_first_token)
-                is_placed = request.call is None or request.call.path != self._api.unplaced
-                if is_placed and active.num_cached is not None and active.num_cached < num_expected:
+                if active.num_cached is not None and active.num_cached < num_expected:
                     self._sink.report(self._blocks.remove_missing(hashes, active.num_cached, at_batch))
                 self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
             finally:

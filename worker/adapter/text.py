@@ -14,19 +14,12 @@ import msgspec
 
 from cache.hashing import MediaStart
 from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError
-from worker.adapter.http import AnswerTooLongError, EngineServer, refusal_of, refused, type_of, understood
+from worker.adapter.http import AnswerTooLongError, EngineServer, refusal_of, refused, understood
 from worker.common.capabilities import CHAT, IMAGES
 from worker.common.chat_probes import BLACK_PNG
 from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
 
 COMPLETIONS: Final = "/v1/completions"
-MESSAGES: Final = "/v1/messages"
-RESPONSES: Final = "/v1/responses"
-TEXT_APIS: Final = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
-LAST_EVENTS: Final = (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
-"""Types of the last event of a stream without [DONE]."""
-_FIRST_EVENTS: Final = (b"response.created", b"response.in_progress")
-"""Types of the events that vLLM sends before it computes anything."""
 _RENDER_TIMEOUT_S: Final = 60.0  # images have to be read, and prompts of megabytes
 _RENDER_ATTEMPTS: Final = 3  # a request that ends three connections has caused the faults itself
 _CLOSING_S: Final = 0.05
@@ -49,34 +42,23 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """The counts at the end of an answer, of any API."""
+    """The counts at the end of an answer."""
 
     prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
 
     def num_cached_tokens(self) -> int | None:
-        details = self.prompt_tokens_details or self.input_tokens_details
-        return self.cache_read_input_tokens if details is None else details.cached_tokens
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
 class _Answer(msgspec.Struct):
     choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
-    response: _Answer | None = None
-    status: Any = None
     error: Any = None
-    type: Any = None
-    delta: Any = None
-    stop_reason: Any = None
 
     @property
     def is_aborted(self) -> bool:
-        """Return whether an answer ends because the engine pauses, sleeps or stops. Most Responses do not show it."""
-        delta = self.delta if self.type == "message_delta" and isinstance(self.delta, dict) else {}
-        is_cut = delta.get("stop_reason", "") is None or (self.type == "message" and self.stop_reason is None)
-        is_cut = is_cut or "cancelled" in (self.status, self.response and self.response.status)  # gpt-oss
-        return is_cut or "abort" in [choice.finish_reason for choice in self.choices]
+        """Return whether an answer ends because the engine pauses, sleeps or stops."""
+        return "abort" in [choice.finish_reason for choice in self.choices]
 
 
 class _Sampling(msgspec.Struct):
@@ -121,7 +103,7 @@ class TextServer(EngineServer):
 
     async def text_apis(self) -> tuple[str, ...]:
         """Return the APIs that the engine offers, and whether they take images. Those of text also render prompts."""
-        found = [path for path in TEXT_APIS if await self._has(path) and await self._has(f"{path}/render")]
+        found = [path for path in LENGTHS if await self._has(path) and await self._has(f"{path}/render")]
         found += [path for path in POOLING_PATHS if await self._has(path)]
         return (*found, IMAGES) if CHAT in found and await self.takes_images() else tuple(found)
 
@@ -142,9 +124,6 @@ class TextServer(EngineServer):
         # Without its processed images, which take megabytes.
         body = await self._with_model(call, "") | {"mm_payload": "none"}
         status, answer = await self._post_render(call.path, body)
-        if status == 400 and call.path == MESSAGES and type_of(body.pop("thinking", msgspec.Raw())) == b"disabled":
-            # The template always thinks, so vLLM's own Messages ask it for little.
-            status, answer = await self._post_render(call.path, body | {"output_config": {"effort": "low"}})
         if status != 200:
             raise refused(status, answer)
         with understood(f"{call.path}/render"):
@@ -206,13 +185,8 @@ async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]
             raise refused(status, answer)
         yield part_of(answer)
         return
-    held = list[EnginePart]()  # up to the first token, which the first part stands for
-    is_held = call.path == RESPONSES
-    async for data in server.events(call.path, body, LAST_EVENTS):
-        held.append(part_of(data))
-        is_held = is_held and type_of(data) in _FIRST_EVENTS
-        while held and not is_held:
-            yield held.pop(0)
+    async for data in server.events(call.path, body):
+        yield part_of(data)
 
 
 def part_of(data: bytes) -> EnginePart:
@@ -227,12 +201,11 @@ def part_of(data: bytes) -> EnginePart:
         if isinstance(code, int) and 400 <= code < 500:
             raise refusal_of(code, error)
         raise EngineLostError(f"the engine failed the request: {refusal_of(500, error).message:.1000}")
-    usage = answer.usage or (None if answer.response is None else answer.response.usage)
     return EnginePart(
         data,
         tuple([(choice.index, choice.token_ids) for choice in answer.choices if choice.token_ids]),
         tuple([(choice.index, choice.finish_reason) for choice in answer.choices if choice.finish_reason]),
-        None if usage is None else usage.num_cached_tokens(),
+        None if answer.usage is None else answer.usage.num_cached_tokens(),
     )
 
 
@@ -248,12 +221,10 @@ def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_
     """Return the engine's body: the client's, with the prompt's ids, the salt, and the gateway's own wishes."""
     call, body = request.call, dict(client_body)
     assert call is not None
-    body["cache_salt"] = request.root.hex()
-    if call.path != MESSAGES:
-        body |= {"request_id": request_id, "priority": request.priority}
+    body |= {"cache_salt": request.root.hex(), "request_id": request_id, "priority": request.priority}
     echoes, shows_prompt = (bytes(body.get(name, b"")) == b"true" for name in ("echo", "return_prompt_text"))
     prompt_ids = [*request.prompt_ids, *request.choices[0].output_ids]
-    if call.path in (CHAT, MESSAGES) and not (request.media or shows_prompt):  # for these, vLLM renders again
+    if call.path == CHAT and not (request.media or shows_prompt):  # for these, vLLM renders again
         body["kv_transfer_params"] = {"prompt_token_ids": prompt_ids}
     elif call.path == COMPLETIONS and not echoes:
         body["prompt"] = prompt_ids

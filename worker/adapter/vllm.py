@@ -13,7 +13,7 @@ import msgspec
 
 from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.http import understood
-from worker.adapter.text import COMPLETIONS, RESPONSES, TextServer, cached_tokens
+from worker.adapter.text import COMPLETIONS, TextServer, cached_tokens
 from worker.wire import SamplingDefaults, SamplingParams
 
 _SLOW_TIMEOUT_S: Final = 30.0
@@ -54,7 +54,6 @@ class VllmApi(TextServer):
         """`rank`: the data-parallel rank, if the engine has several."""
         super().__init__(url, key, tls)
         self._rank = rank
-        self.unplaced = None if rank is None else RESPONSES
 
     async def version(self) -> str:
         status, answer = await self.call("POST", f"{COMPLETIONS}/render", {})  # it refuses the empty body

@@ -16,10 +16,10 @@ TOKENS: Final = "tokens"
 EMBEDDINGS: Final = "embeddings"
 """It takes prompts in token ids, and makes embeddings."""
 IMAGES: Final = "images"
-"""Its engine's chats, Messages and Responses take images."""
+"""Its engine's chats take images."""
 _ADAPTER: Final = "adapter:"
 CHAT: Final = "/v1/chat/completions"
-GENERATING: Final = frozenset({TOKENS, CHAT, "/v1/completions", "/v1/messages", "/v1/responses"})
+GENERATING: Final = frozenset({TOKENS, CHAT, "/v1/completions"})
 """Each of them makes text."""
 
 

@@ -232,7 +232,6 @@ class ScriptedApi:
     """An EngineApi that a test controls."""
 
     kind = "vllm"
-    unplaced: str | None = None
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

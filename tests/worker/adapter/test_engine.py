@@ -24,8 +24,6 @@ from tests.worker.adapter.rig import (
 from worker.adapter import engine as engine_module
 from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError
 from worker.adapter.kv_events import BlockRemoved, BlockStored, EventBatch
-from worker.adapter.text import RESPONSES
-from worker.adapter.vllm import VllmApi
 from worker.common.capabilities import adapters_in
 from worker.contracts.engine import RefusedError
 from worker.wire import End
@@ -206,21 +204,6 @@ async def test_a_refused_purge_changes_nothing(api: ScriptedApi, rig: Rig, error
         await asyncio.wrap_future(rig.engine.purge())
     assert rig.engine.member.epoch == epoch
     await until(lambda: rig.num_published(make_request(prompt_ids)) == 3 * BLOCK)
-
-
-async def test_an_answer_of_another_rank_removes_no_blocks(api: ScriptedApi, rig: Rig) -> None:
-    """vLLM reads the rank of a call everywhere but in Responses."""
-    for rank, unplaced in ((1, RESPONSES), (None, None)):
-        vllm = VllmApi("http://e", rank=rank)
-        await vllm.close()
-        assert vllm.unplaced == unplaced
-    prompt_ids, salt = tuple(range(100, 100 + 3 * BLOCK)), ((ROOT.hex(),), None, None)
-    rig.engine.hear("batch", EventBatch(1.0, (BlockStored((1, 2, 3), None, prompt_ids, BLOCK, "GPU", None, salt),)))
-    for api.unplaced, num_published in (("/v1/completions", 3 * BLOCK), (None, 0)):
-        key = rig.submit(make_request(prompt_ids))
-        (await api.call(len(api.calls))).end(num_cached_tokens=0)
-        await until(lambda key=key: rig.is_over(key))
-        await until(lambda num=num_published: rig.num_published(make_request(prompt_ids)) == num)
 
 
 async def test_liveness(api: ScriptedApi, rig: Rig) -> None:

@@ -22,7 +22,7 @@ from tests.worker.adapter.test_vllm import api as api
 from tests.worker.adapter.test_vllm import server as server
 from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError
 from worker.adapter.health import facts_of
-from worker.adapter.text import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from worker.adapter.text import CHAT, COMPLETIONS
 from worker.adapter.vllm import VllmApi
 from worker.wire import End, EngineCall, EngineText, Failed, GenerateRequest, Started
 
@@ -92,29 +92,11 @@ async def test_a_prompt_that_is_shown_has_its_text(server: ScriptedHttp, api: Vl
         assert ("kv_transfer_params" in server.bodies[-1]) is has_ids
 
 
-async def test_streams_without_done_end_with_their_last_event(server: ScriptedHttp, api: VllmApi) -> None:
-    usage = {"input_tokens": 8, "output_tokens": 1, "cache_read_input_tokens": 32}
-    server.answers[f"POST {MESSAGES}"] = sse(
-        {"type": "message_delta", "usage": usage}, {"type": "message_stop"}, done=False
-    )
-    done = {"type": "response.completed", "response": {"usage": {"input_tokens_details": {"cached_tokens": 16}}}}
-    server.answers[f"POST {RESPONSES}"] = sse({"type": "response.created"}, done, done=False)
-    assert [part.num_cached_tokens for part in await parts_of(api, asking(MESSAGES))] == [32, None]
-    assert [part.num_cached_tokens for part in await parts_of(api, asking(RESPONSES))] == [None, 16]
-    server.answers[f"POST {MESSAGES}"] = sse({"type": "message_delta"}, done=False)
-    with pytest.raises(EngineLostError, match="ended early"):
-        await parts_of(api, asking(MESSAGES))
-
-
 @pytest.mark.parametrize(
     ("path", "event"),
     [
         (CHAT, delta("", [], reason="abort")),
         (COMPLETIONS, {"choices": [{"index": 1, "text": "a", "finish_reason": "abort"}]}),
-        (MESSAGES, {"type": "message_delta", "delta": {"stop_reason": None}, "usage": {"output_tokens": 3}}),
-        (MESSAGES, {"type": "message", "content": []}),
-        (RESPONSES, {"type": "response.completed", "response": {"status": "cancelled"}}),
-        (RESPONSES, {"object": "response", "status": "cancelled"}),
     ],
 )
 async def test_an_aborted_answer_is_no_end(path: str, event: Any, server: ScriptedHttp, api: VllmApi) -> None:
@@ -126,7 +108,7 @@ async def test_an_aborted_answer_is_no_end(path: str, event: Any, server: Script
 
 async def test_only_apis_that_render_are_offered(server: ScriptedHttp, api: VllmApi) -> None:
     missing = JSONResponse({"error": {"message": "field required"}}, status_code=400)
-    for path in (CHAT, f"{CHAT}/render", COMPLETIONS, f"{MESSAGES}/render"):
+    for path in (CHAT, f"{CHAT}/render", COMPLETIONS, "/v1/messages", "/v1/messages/render"):
         server.answers[f"POST {path}"] = missing
     del server.answers[f"POST {COMPLETIONS}/render"]
     assert await api.text_apis() == (CHAT,)
@@ -147,19 +129,6 @@ def features(**identities: list[str]) -> dict[str, Any]:
         kind: [{"offset": 90 - 10 * at, "length": 10} for at in range(len(of))] for kind, of in identities.items()
     }
     return {"mm_hashes": identities, "mm_placeholders": places, "kwargs_data": None}
-
-
-async def test_a_template_that_always_thinks_is_asked_for_little(server: ScriptedHttp, api: VllmApi) -> None:
-    """As vLLM's Messages do by themselves: only their rendering asks for no effort at all."""
-    prompt = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}}
-    refusal = JSONResponse({"error": {"message": "Harmony does not support reasoning_effort='none'"}}, 400)
-    answers = [refusal, JSONResponse(prompt), refusal, refusal]
-    server.answers[f"POST {MESSAGES}/render"] = lambda: answers.pop(0)
-    assert (await api.render(EngineCall(MESSAGES, b'{"thinking": {"type": "disabled"}}'))).prompts == ((1, 2),)
-    assert (server.bodies[-1]["output_config"], server.bodies[-1].get("thinking")) == ({"effort": "low"}, None)
-    with pytest.raises(EngineRefusedError, match="Harmony"):
-        await api.render(EngineCall(MESSAGES, b"{}"))
-    assert len(answers) == 1
 
 
 async def test_render_returns_the_places_of_images(server: ScriptedHttp, api: VllmApi) -> None:
@@ -212,7 +181,7 @@ async def test_answers_to_images_come_from_messages(server: ScriptedHttp, api: V
 @contextlib.asynccontextmanager
 async def rig_over(api: VllmApi) -> AsyncIterator[Rig]:
     rig = Rig(api, facts=facts_of(await api.load(), await api.model()))
-    rig.engine.member = replace(MEMBER, capabilities=(CHAT, RESPONSES))
+    rig.engine.member = replace(MEMBER, capabilities=(CHAT,))
     async with running(rig):
         yield rig
 
@@ -229,18 +198,6 @@ async def test_frames_of_a_stream(server: ScriptedHttp, api: VllmApi) -> None:
     assert [(frame.choice, frame.reason) for frame in finishes(frames)] == [(0, "stop"), (1, "length")]
     assert isinstance(frames[-1], End)
     assert frames[-1].num_cached_tokens == 32
-
-
-async def test_a_response_begins_with_its_first_token(server: ScriptedHttp, api: VllmApi) -> None:
-    """vLLM sends two events before it computes anything: they are no sign of a token, and nothing of the answer."""
-    begins = [{"type": f"response.{state}", "response": {}} for state in ("created", "in_progress")]
-    text, done = {"type": "response.output_text.delta", "delta": "a"}, {"type": "response.completed", "response": {}}
-    server.answers[f"POST {RESPONSES}"] = sse(*begins, text, done, done=False)
-    assert [json.loads(part.data) for part in await parts_of(api, asking(RESPONSES))] == [*begins, text, done]
-    server.answers[f"POST {RESPONSES}"] = sse(*begins, done=False)
-    async with rig_over(api) as rig:
-        frames = await rig.answer(asking(RESPONSES))
-    assert [type(frame) for frame in frames] == [Started, Failed]
 
 
 async def test_frames_of_a_whole_answer(server: ScriptedHttp, api: VllmApi) -> None:
