@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from server.api.chat import render_chat
 from server.api.endpoint import EndpointServices
-from server.api.formatting import encode_json, json_response, token_text
+from server.api.formatting import encode_json, json_response
 from server.api.prompts.ignored_tools import ignored_header
 from server.api.prompts.limits import MAX_COUNTED_TOKENS, encode_any
 from server.api.prompts.params import in_vocabulary
@@ -81,7 +81,7 @@ class TokenizeApi:
         texts = None
         if request.return_token_strs:
             model.check_readable(model.name)
-            texts = [token_text(model.tokenizer.token_bytes, id_) async for id_ in sliced(ids)]
+            texts = [model.tokenizer.token(id_) async for id_ in sliced(ids)]
         answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": list(ids), "token_strs": texts}
         return json_response(answer, ignored_header(ignored))
 

@@ -214,7 +214,11 @@ def located(text: str, parent: str = "", kind: Any = None) -> InvalidRequestErro
     if is_value:
         reason = f"a value in it is wrong: {reason}"
     if missing := _MISSING.search(reason):
-        return invalid(f"{param}.{missing[1]}" if param else missing[1], "is required")
+        param = f"{param}.{missing[1]}" if param else missing[1]
+    if param == "model":
+        return invalid("model", "must be one of the names that GET /v1/models lists")
+    if missing:
+        return invalid(param, "is required")
     if not param:
         return InvalidRequestError(f"The body must be a JSON object: {reason}.")
     return InvalidRequestError(f"{param}: {reason}.", param=param)

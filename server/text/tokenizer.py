@@ -193,6 +193,11 @@ class Tokenizer:
         id_: int | None = self._tokenizer.token_to_id(token)
         return id_
 
+    def token(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary spells it; None for an id without one."""
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        return token
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

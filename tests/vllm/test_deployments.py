@@ -10,7 +10,7 @@ import pytest
 
 from tests.certificates import Authority
 from tests.e2e.serving import free_ports
-from tests.vllm.deployments import NUM_REQUESTS, count_wrong_promises, rows, served
+from tests.vllm.deployments import NUM_REQUESTS, count_promises, rows, served
 from tests.vllm.engines import Engine, Options
 from worker.config import WorkerConfig
 
@@ -39,10 +39,10 @@ async def test_no_promise_is_above_what_the_engine_finds(server: str, tmp_path: 
         ranks = [0, 1] if "--data-parallel-size" in options else [None]
         for rank in ranks:
             async with served(replace(config, engine_rank=rank)) as (requests, adapter):
-                wrong, hits = await count_wrong_promises(requests, adapter, NUM_REQUESTS // len(ranks))
-                print(f"{server}, rank {rank}: {wrong} wrong promises, {hits} hits", flush=True)
-                assert wrong == 0
-                assert hits > NUM_REQUESTS // len(ranks) // 4
+                promises = await count_promises(requests, adapter, NUM_REQUESTS // len(ranks))
+                print(f"{server}, rank {rank}: {promises}", flush=True)
+                assert promises.num_wrong == 0
+                assert promises.num_hits > NUM_REQUESTS // len(ranks) // 4
                 assert adapter.index_problem is None
     finally:
         await asyncio.to_thread(engine.stop)

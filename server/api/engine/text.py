@@ -38,7 +38,6 @@ from server.api.prompts.params import choice_seeds, new_spec
 from server.auth.identity import Identity, request_salt
 from server.config import GatewayConfig
 from server.errors import (
-    ApiError,
     ContextLengthError,
     InvalidRequestError,
     NotFoundError,
@@ -80,6 +79,7 @@ _OWN_FIELDS: Final = ("model", "priority", "request_id", "stream_options")
 """Fields of a body that the gateway or the adapter writes. The salt stays, for the engine to check."""
 _HINTS: Final = frozenset(RequestFields.__struct_fields__)
 _NOT_SENT: Final = {
+    "use_beam_search": "is not offered, as an engine searches with many requests: ask for `n` samples",
     "kv_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "ec_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "previous_response_id": "needs answers that are kept: send the whole conversation as `input`",
@@ -341,17 +341,15 @@ def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collectio
     """Raises InvalidRequestError for fields that any server honours, and that are not sent on to engines."""
     for name, value in fields.items():
         if name in _REFUSED and _is_left_out(path, name, value):
-            raise _not_sent("", name)
+            refusal = REFUSED_FIELDS.get(path, {}).get(name)
+            why = "is not sent on to the model's engine: leave it out" if refusal is None else refusal.why
+            raise unsupported(f"{name:.64}", _NOT_SENT.get(name, why))
     with suppress(msgspec.ValidationError):  # the engine refuses another type in its own words
         for name in _fields_of(fields.get("vllm_xargs", Raw(b"{}"))):
             if name not in xargs:
-                raise _not_sent("vllm_xargs.", name, "is not in the gateway's --engine-xargs")
+                raise unsupported(f"vllm_xargs.{name:.64}", "is not in the gateway's --engine-xargs")
     if known.encoding_format in ("bytes", "bytes_only"):
         raise unsupported("encoding_format", "of this kind is not served: use `float` or `base64`")
-
-
-def _not_sent(prefix: str, name: str, why: str = "is not sent on to the model's engine: leave it out") -> ApiError:
-    return unsupported(f"{prefix}{name:.64}", _NOT_SENT.get(name, why))
 
 
 def _body(asked: _EngineBody) -> dict[str, Any]:

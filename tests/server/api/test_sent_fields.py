@@ -17,7 +17,7 @@ from server.errors import InvalidRequestError
 from server.schema.field_table import IGNORED, REFUSED_FIELDS, SENT_FIELDS, SENT_XARGS
 from server.schema.fields import RequestFields
 from tests.server.api.engine_worker import EngineWorker, engine_gateway
-from tests.server.test_app import chat, post
+from tests.server.test_app import MESSAGES, chat, post
 
 ENGINES: Final = tomllib.loads((Path(__file__).parents[2] / "data" / "engine_fields.toml").read_text())
 PATHS: Final = {
@@ -33,13 +33,20 @@ CHECKED: Final = {
 """Fields that no engine reads, and that change no answer or are read by the gateway."""
 HONOURED: Final = {"typical_p", "best_of", "min_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens"}
 """Fields of the built-in engine that some routes of other engines lack."""
-VLLM_REFUSED: Final = {"kv_transfer_params", "ec_transfer_params", "previous_response_id", "background"}
+VLLM_REFUSED: Final = {
+    *("kv_transfer_params", "ec_transfer_params", "previous_response_id", "background", "use_beam_search")
+}
 SGLANG_REFUSED: Final = {
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_logit_processor", "custom_params"),
     *("data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "input_ids", "lora_path", "rid", "routed_dp_rank"),
     "session_params",
 }
 """Fields that address adapters, ranks, caches, other hosts or code."""
+GUIDED: Final = ("guided_choice", "guided_grammar", "guided_json", "guided_regex")
+TEXTS: Final = {
+    **{"/v1/chat/completions": "messages", "/v1/messages": "messages"},
+    **{"/v1/completions": "prompt", "/v1/responses": "input", "/v1/embeddings": "input"},
+}
 
 
 def refused(path: str, body: dict[str, Any]) -> str | None:
@@ -117,6 +124,42 @@ async def test_what_an_engine_gets(engines: list[EngineWorker]) -> None:
             status, _, raw = await post(target.url, chat(**fields))
             assert (status, json.loads(raw)["error"]["param"]) == (400, param)
         assert len(engines[0].rendered) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "remedy"),
+    [
+        ("/v1/chat/completions", chat(use_beam_search=True, n=2), "`n` samples"),
+        ("/v1/completions", {"model": "tiny", "prompt": "a", "use_beam_search": True}, "`n` samples"),
+        ("/v1/messages", chat(use_beam_search=True), "is not offered"),
+        *[("/v1/chat/completions", chat(**{name: "a"}), "use structured_outputs") for name in GUIDED],
+        ("/v1/completions", {"model": "tiny", "prompt": "a", "guided_regex": "a"}, "use structured_outputs"),
+        ("/v1/messages", chat(guided_json={"type": "object"}), "use structured_outputs"),
+        *[(path, {field: MESSAGES if field == "messages" else "a"}, "GET /v1/models") for path, field in TEXTS.items()],
+        ("/v1/chat/completions", chat(model=None), "GET /v1/models"),
+        ("/v1/completions", {"model": "", "prompt": "a"}, "GET /v1/models"),
+    ],
+)
+async def test_a_refusal_has_a_remedy(
+    engines: list[EngineWorker], path: str, fields: dict[str, Any], remedy: str
+) -> None:
+    """vLLM ignores `guided_*`, and takes the only model for a missing one."""
+    async with engine_gateway(engines[0]) as target:
+        status, _, raw = await post(target.url, fields, path)
+    assert (status, remedy in json.loads(raw)["error"]["message"]) == (400, True), raw
+    assert engines[0].received == []
+
+
+async def test_tokens_are_spelled_as_by_vllm(engines: list[EngineWorker]) -> None:
+    """vLLM's `token_strs` are the vocabulary's own words: half a character and a space have names there."""
+    tokenizer = engines[0].tokenizer
+    assert tokenizer is not None
+    async with engine_gateway(engines[0]) as target:
+        for body in ({"prompt": "two words, é"}, {"messages": chat()["messages"]}):
+            _, _, raw = await post(target.url, {**body, "model": "tiny", "return_token_strs": True}, "/tokenize")
+            answer = json.loads(raw)
+            assert answer["token_strs"] == [tokenizer.id_to_token(token_id) for token_id in answer["tokens"]]
+            assert any("\u0120" in token for token in answer["token_strs"])
 
 
 async def test_an_owner_lists_names_of_xargs(engines: list[EngineWorker]) -> None:

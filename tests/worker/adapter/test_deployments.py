@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.serving import free_ports
-from tests.vllm.deployments import Deployment, count_wrong_promises, rows, served
+from tests.vllm.deployments import Deployment, count_promises, rows, served
 from tests.worker.adapter.rig import fake_engine
 from worker.config import WorkerConfig
 
@@ -29,6 +29,6 @@ async def test_a_deployment_is_exact(row: Deployment, engine_folder: Path) -> No
         for rank in ranks if len(ranks) > 1 else [None]:
             config = WorkerConfig(engine="vllm", engine_url=url, engine_rank=rank)
             async with served(config) as (requests, adapter):
-                wrong, num_hits = await count_wrong_promises(requests, adapter, 80)
-                assert wrong == 0
-                assert bool(num_hits) == row.result.startswith("exact"), row.result
+                promises = await count_promises(requests, adapter, 80)
+                assert promises.num_wrong == 0
+                assert bool(promises.num_hits) == row.result.startswith("exact"), row.result
