@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.serving import free_ports
+from tests.fake_engine.rank import Rank
 from tests.vllm.deployments import Deployment, count_promises, rows, served
 from tests.worker.adapter.rig import fake_engine
 from worker.config import WorkerConfig
@@ -32,3 +34,19 @@ async def test_a_deployment_is_exact(row: Deployment, engine_folder: Path) -> No
                 promises = await count_promises(requests, adapter, 80)
                 assert promises.num_wrong == 0
                 assert bool(promises.num_hits) == row.result.startswith("exact"), row.result
+
+
+async def test_an_unreported_eviction_is_a_wrong_promise(engine_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eviction whose news is on its way is none."""
+    publish = Rank.publish
+
+    def without_removals(rank: Rank, events: list[dict[str, Any]]) -> None:
+        publish(rank, [event for event in events if event["type"] != "BlockRemoved"])
+
+    monkeypatch.setattr(Rank, "publish", without_removals)
+    ends = ["--events", f"tcp://127.0.0.1:{free_ports(1)[0]}", "--num-blocks", "160", "--token-s", "0"]
+    async with (
+        fake_engine(engine_folder, *ends, events=False) as (_, url),
+        served(WorkerConfig(engine="vllm", engine_url=url)) as (requests, adapter),
+    ):
+        assert (await count_promises(requests, adapter, 80)).num_wrong
