@@ -34,8 +34,12 @@ class EngineServer(EngineApi):
     Every call raises EngineLostError, or EngineRefusedError for a status other than 200.
     """
 
-    def __init__(self, url: str, key: str, tls: ssl.SSLContext | None) -> None:
-        """`key` is sent with every request, as a bearer token. A `url` of unix:PATH is a socket there."""
+    def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
+        """`key` is sent with every request, as a bearer token. A `url` of unix:PATH is a socket there.
+
+        `rank`: the data-parallel rank, if the engine has several.
+        """
+        self._rank = rank
         self._url = url.rstrip("/").removesuffix("/v1")
         path = socket_path(self._url)
         self._base = "http://localhost" if path else self._url

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import ssl
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -67,11 +66,6 @@ class SglangApi(EngineServer):
     """`worker.adapter.api.EngineApi` over one rank of an SGLang server."""
 
     kind = "sglang"
-
-    def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
-        """`rank`: the data-parallel rank, if the engine has several."""
-        super().__init__(url, key, tls)
-        self._rank = rank
 
     async def version(self) -> str:
         return str((await self._info()).get("version", "unknown"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import ssl
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -49,11 +48,6 @@ class VllmApi(TextServer):
     """`worker.adapter.api.EngineApi` over one rank of a vLLM server."""
 
     kind = "vllm"
-
-    def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
-        """`rank`: the data-parallel rank, if the engine has several."""
-        super().__init__(url, key, tls)
-        self._rank = rank
 
     async def version(self) -> str:
         status, answer = await self.call("POST", f"{COMPLETIONS}/render", {})  # it refuses the empty body

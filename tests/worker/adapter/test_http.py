@@ -33,7 +33,7 @@ def server() -> ScriptedHttp:
 @pytest.fixture
 async def http(server: ScriptedHttp) -> AsyncIterator[EngineServer]:
     async with scripted_http(server) as url:
-        client = EngineServer(f"{url}/", "sk-secret", None)
+        client = EngineServer(f"{url}/", key="sk-secret")
         client._headers["x-data-parallel-rank"] = "1"
         yield client
         await client.close()
@@ -48,7 +48,7 @@ async def test_an_unknown_authority_names_the_option(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue("engine", "127.0.0.1"))
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
-    client = EngineServer(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", "", None)
+    client = EngineServer(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     with pytest.raises(EngineLostError, match=r"certificate verify failed.*give its authority as --engine-ca"):
         await client.model()
     await client.close()
@@ -82,7 +82,7 @@ def test_events_cut_anywhere(cuts: list[int]) -> None:
         server = ScriptedHttp()
         server.answers[GENERATE] = sse(*parts)
         async with scripted_http(server) as url:
-            http = EngineServer(url, "", None)
+            http = EngineServer(url)
             try:
                 return await read(http)
             finally:
@@ -139,7 +139,7 @@ async def test_a_connection_that_breaks(said: bytes) -> None:
         writer.write(said)
 
     async with raw_listening(serve) as port:
-        http = EngineServer(f"http://127.0.0.1:{port}", "", None)
+        http = EngineServer(f"http://127.0.0.1:{port}")
         with pytest.raises(EngineLostError) as caught:
             await read(http)
         assert not caught.value.gone, "something listens"
@@ -157,12 +157,12 @@ async def test_a_unix_socket(tmp_path: Path, form: str) -> None:
 
     path = tmp_path / "s"
     listening = await asyncio.start_unix_server(serve, path)
-    http = EngineServer(form.format(path), "", None)
+    http = EngineServer(form.format(path))
     assert await http.json("GET", "/state") == {}
     listening.close()
     await http.close()
     path.unlink(missing_ok=True)
-    http = EngineServer(form.format(path), "", None)
+    http = EngineServer(form.format(path))
     with pytest.raises(EngineLostError, match=str(path)) as caught:
         await http.json("GET", "/state")
     assert caught.value.gone
@@ -171,7 +171,7 @@ async def test_a_unix_socket(tmp_path: Path, form: str) -> None:
 
 async def test_nothing_listens() -> None:
     [port] = free_ports(1)
-    http = EngineServer(f"http://127.0.0.1:{port}", "", None)
+    http = EngineServer(f"http://127.0.0.1:{port}")
     with pytest.raises(EngineLostError) as caught:
         await http.json("GET", "/state")
     assert caught.value.gone
@@ -197,7 +197,7 @@ async def test_a_fault_of_this_side_is_no_lost_engine(
         raise socket.gaierror(number, "try again") if where == "getaddrinfo" else OSError(number, "no")
 
     host = "vllm-0.invalid" if where == "getaddrinfo" else "127.0.0.1"
-    http = EngineServer(f"http://{host}:9", "", None)
+    http = EngineServer(f"http://{host}:9")
     monkeypatch.setattr(asyncio.get_running_loop(), where, fail)
     with pytest.raises(EngineLostError) as caught:
         await http.json("GET", "/state")
@@ -210,7 +210,7 @@ async def test_a_call_that_takes_too_long() -> None:
         await asyncio.Event().wait()
 
     async with raw_listening(serve) as port:
-        http = EngineServer(f"http://127.0.0.1:{port}", "", None)
+        http = EngineServer(f"http://127.0.0.1:{port}")
         with pytest.raises(EngineLostError, match="Timeout") as caught:
             await http.json("GET", "/state", timeout_s=0.05)
         assert not caught.value.gone
