@@ -63,14 +63,6 @@ async def test_events(server: ScriptedHttp, http: EngineServer) -> None:
     assert server.headers[0]["x-data-parallel-rank"] == "1"
 
 
-async def test_the_last_event_is_known_by_its_type(server: ScriptedHttp, http: EngineServer) -> None:
-    """A client may write the names of types anywhere."""
-    parts = ({"type": "start", "name": "stop"}, {"type": "part"}, {"type": "stop"})
-    server.answers[GENERATE] = sse(*parts, done=False)
-    found = [json.loads(data) async for data in http.events("/generate", {}, (b"stop",))]
-    assert found == list(parts)
-
-
 @given(cuts=st.lists(st.integers(0, 60), max_size=5))
 @settings(max_examples=30)
 def test_events_cut_anywhere(cuts: list[int]) -> None:
