@@ -58,7 +58,7 @@ class WorkerConfig(SharedConfig):
     weights: str = _model(
         "auto", "dense; packed: 4 and 8 bit GGUF weights stay so; auto: packed where no result changes (auto)"
     )
-    deterministic: bool = _model(False, "give the same tokens however requests are batched, in bfloat16 too")
+    deterministic: bool = _model(False, "give the same tokens however requests are batched, on a CPU with a compiler")
     max_model_len: int | None = _model(
         None, "tokens of the longest prompt and answer together (default: the model's)", type=int
     )

@@ -1,4 +1,4 @@
-"""The check of a GPU host, `headstart doctor --gpu`: its tests, measurements and profiles, one process each.
+"""The check of a GPU host, `make gpu-check`: its tests, measurements and profiles, one process each.
 
 Only the processes that it starts import more than Python's own library: it also runs where all else is missing.
 

@@ -1,4 +1,4 @@
-"""`headstart doctor --gpu --report DIR`: every part in a process of its own, and its log in DIR as it ends.
+"""`python -m benchmarks.gpu --report DIR`: every part in a process of its own, and its log in DIR as it ends.
 
 Exit code 0 when every part is ok, 1 when one is not, 2 for wrong options.
 """
@@ -126,7 +126,7 @@ def check(folder: Path, device: str, model: str, names: Iterable[str], *, quick:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("headstart doctor --gpu", description="Checks a GPU, in at most 8 minutes.")
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu", description="Checks a GPU, in at most 8 minutes.")
     parser.add_argument("--report", type=Path, default=Path("gpu-report"), metavar="DIR")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", default="", metavar="DIR")

@@ -117,7 +117,6 @@ def install() -> None:
     install_attention()
     from benchmarks.dev import device_rates
     from worker.attention import kv_cache, selector, xformers_paged
-    from worker.attention.batch_invariant import InvariantAttention
     from worker.attention.torch_paged import TorchPagedAttention
     from worker.kernels import cpu, triton_ops
     from worker.model import llama
@@ -127,8 +126,6 @@ def install() -> None:
     paged.CONTEXTS, paged.DECODE_ROWS, paged.MAX_GATHERED, paged._MAX_SPLITS = CONTEXTS, ROWS, 80, 2
 
     def select_attention(shape: Any, cache: Any, *, deterministic: bool) -> Any:
-        if deterministic:
-            return InvariantAttention(shape, cache)
         if paged.unsupported(shape, cache.dtype, cache.block_size):
             return TorchPagedAttention(shape, cache)
         return paged.XformersPagedAttention(shape, cache)

@@ -32,11 +32,10 @@ from rich.text import Text
 from cache.redis_index import ClientSettings, RedisDownError, diagnose
 from server.auth.identity import load_keys
 from server.cli import names
-from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given, secret_file
+from server.cli.common import BAD_USAGE, PORT, between, default_ports, fetch_json, given, secret_file
 from server.cli.serve import find_redis_server
 from server.cli.serve import parse as parse_serve
 from server.config import parser as gateway_parser
-from worker.common.cache_folder import cache_folder
 from worker.common.checks import Check, Status, judge
 from worker.common.command_line import CommandParser, module_command
 from worker.common.sockets import ANY_HOSTS, in_url, is_loopback, listen
@@ -51,7 +50,6 @@ SLOW_PING_S: Final = 0.002  # a lookup has 25 ms, most of which the network must
 TIMEOUT_S: Final = 3.0  # a silent part is the problem to show
 WORKER_MODULE: Final = "worker.doctor"
 ENGINE_MODULE: Final = "worker.adapter.doctor"
-GPU_MODULE: Final = "benchmarks.gpu"
 WORKER_TIMEOUT_S: Final = 120.0  # importing torch from a cold disk takes a minute
 FIX_INSTALL: Final = (
     "run `make install`: it checks every package and repairs it; TORCH_INDEX=URL names an index of torch's CPU builds. "
@@ -93,17 +91,6 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
     options = ["--model", args.model, "--num-workers", str(args.num_workers), "--device", args.device]
     for check in checks_of(WORKER_MODULE, [*options, *given(args, "dtype", "kv_disk", "kv_disk_size")]):
         yield check
-
-
-def clear_cache() -> str:
-    """Delete compiled kernels, prepared weights and the digests of models. Return a line with their size."""
-    folder = cache_folder()
-    kinds = ("cpu-*", "weights-*", "digest-*")
-    files = [] if folder is None else [file for kind in kinds for file in folder.glob(kind)]
-    num_bytes = sum(file.stat().st_size for file in files)
-    for file in files:
-        file.unlink()
-    return f"deleted {len(files)} files, {num_bytes / 1e6:.0f} MB, in {folder}"
 
 
 def python() -> Check:
@@ -310,9 +297,6 @@ def parser() -> CommandParser:
     add("--kv-disk-size", metavar="SIZE", help="size of the blocks of each worker (default 10G)")
     add("--gateway-only", action="store_true", help="leave out what only a worker needs")
     add("--json", action="store_true", help="print one JSON object instead")
-    add("--clear-cache", action="store_true", help="delete compiled kernels, prepared weights, digests; check nothing")
-    add("--gpu", action="store_true", help="test, measure and profile a GPU, in at most 8 minutes")
-    add("--report", default="gpu-report", metavar="DIR", help="with --gpu: its report (default gpu-report)")
     engine = p.add_argument_group("another engine").add_argument
     engine(
         "--engine-url",
@@ -358,16 +342,6 @@ async def _run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str]) -> int:
     """Return 1 when something failed."""
     args = parser().parse_args(argv)
-    if args.clear_cache:
-        print(clear_cache())
-        return 0
-    if args.gpu:
-        package = importlib.util.find_spec(GPU_MODULE.partition(".")[0])
-        # The wheel has the package without this part, which an editable install elsewhere must not lend it.
-        if package is None or not (Path(package.origin or "").parent / "gpu").is_dir():
-            raise CommandError("--gpu needs a checkout of the sources: run `make gpu-check` there", BAD_USAGE)
-        options = ["--report", args.report, "--device", args.device, "--model", args.model]
-        return subprocess.run([*module_command(GPU_MODULE), *options], check=False).returncode
     default_ports(args, args.engine_urls)
     file = parser().file(argv)
     what_gateways_read(args, [] if file is None else ["--config", file])

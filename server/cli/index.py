@@ -1,6 +1,6 @@
 """`headstart index`: the shared prefix index, the prefixes that requests share, and how to empty a worker.
 
-headstart index                    workers, their blocks and leases: by a gateway's ops port, or --redis URL
+headstart index                    workers, their blocks and leases
 headstart index prefixes           the prefixes that saved most tokens, as the gateway saw them
 headstart index purge WORKER       the worker drops its cache and begins a new epoch, which invalidates its entries
 """
@@ -15,13 +15,10 @@ from typing import Any, Final
 
 from rich.table import Column, Table
 
-from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex
-from server.cli.common import CommandError, add_ops_options, ask_ops_port, between, plain_console, secret_file
-from server.ops.overview import index_row
+from server.cli.common import add_ops_options, ask_ops_port, plain_console
 from worker.common.command_line import CommandParser
 
 TIMEOUT_S: Final = 15.0  # for one answer of the ops port: a purge waits for the step that runs
-CONNECT_TIMEOUT_S: Final = 5.0  # to Redis: the client tries again within a second or two
 PLAIN_COLUMNS: Final = 1000  # a pipe wraps no line
 WORDS: Final = ("workers", "prefixes", "purge")
 COUNTS: Final = ("blocks", "tokens", "running", "waiting")
@@ -40,18 +37,13 @@ def parser() -> CommandParser:
     add("what", nargs="?", choices=WORDS, default="workers", help=f"one of {', '.join(WORDS)} (default workers)")
     add("worker", nargs="?", help="worker whose cache `purge` empties")
     add_ops_options(p)
-    add("--redis", metavar="URL", help="`workers`: read this Redis, without a gateway")
-    add("--redis-prefix", default="headstart", help="prefix of every key (default headstart)")
-    add("--redis-shards", type=between(1), default=1, metavar="N", help="as the workers have it (default 1)")
-    add("--redis-username", metavar="NAME", help="ACL user in Redis (default: the URL's)")
-    add("--redis-password-file", type=secret_file, metavar="FILE", help="password of the ACL user (default: the URL's)")
     add("--model", help="list only this model")
     add("--limit", type=int, default=20, metavar="N", help="`prefixes`: how many at most (default 20)")
     return p
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the answer as JSON. Raises CommandError, ValueError, OSError."""
+    """Return the answer as JSON. Raises CommandError, ValueError."""
     match args.what, args.worker:
         case "purge", None:
             raise ValueError("name the worker: headstart index purge WORKER")
@@ -63,32 +55,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             model = {} if args.model is None else {"model": args.model}
             query = {"limit": str(args.limit), **model}
             return await ask_ops_port(args, "/prefixes", timeout_s=TIMEOUT_S, params=query)
-    answer = await (_read_redis(args) if args.redis is not None else ask_ops_port(args, "/index", timeout_s=TIMEOUT_S))
+    answer = await ask_ops_port(args, "/index", timeout_s=TIMEOUT_S)
     workers = [worker for worker in answer["workers"] if args.model in (None, worker["model"])]
     return {**answer, "workers": sorted(workers, key=lambda worker: (worker["model"], worker["worker_id"]))}
-
-
-async def _read_redis(args: argparse.Namespace) -> dict[str, Any]:
-    settings = ReaderSettings(
-        prefix=args.redis_prefix,
-        num_shards=args.redis_shards,
-        username=args.redis_username,
-        password=args.redis_password_file,
-    )
-    index = RedisIndex(args.redis, settings)
-    task = asyncio.create_task(index.run())
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            while not all(shard.connected for shard in index.health()):  # noqa: ASYNC110 - it has no event for this
-                await asyncio.sleep(0.01)
-        return {"workers": [index_row(entry) for entry in await index.entries()]}
-    except TimeoutError:
-        raise CommandError(f"no Redis answers at {index.health()[0].redis} within {CONNECT_TIMEOUT_S:.0f} s") from None
-    except RedisDownError as error:
-        raise CommandError(str(error)) from None
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def _worker_cells(worker: dict[str, Any]) -> list[str]:
@@ -121,7 +90,7 @@ def shown(what: str, answer: dict[str, Any]) -> Table | str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0. Raises CommandError: the gateway or Redis could not do it; ValueError and OSError: wrong arguments."""
+    """Return 0. Raises CommandError: the gateway could not do it; ValueError: wrong arguments."""
     args = parser().parse_args(argv)
     answer = asyncio.run(run(args))
     if args.json:

@@ -80,12 +80,6 @@ def test_the_other_benchmarks_name_the_checkout(wheel: Path) -> None:
     )
 
 
-def test_the_check_of_a_gpu_names_the_checkout(wheel: Path) -> None:
-    done = run(wheel, "server.cli", "doctor", "--gpu")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "run `make gpu-check` there" in done.stderr
-
-
 def test_the_list_of_benchmarks_is_that_of_the_files() -> None:
     done = subprocess.run(
         [*module_command("benchmarks"), "--help"], cwd=ROOT, capture_output=True, text=True, check=False

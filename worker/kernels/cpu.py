@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 64
 """Rows of a norm or rotation that one thread handles. All threads share more."""
-_MIN_HEAD_DIM: Final = 16
+MIN_HEAD_DIM: Final = 16
 """The widest vector of any instruction set, so that each of them serves the same models."""
 _NO_WINDOW: Final = 1 << 40  # longer than any context
 _SOURCE: Final = Path(__file__).with_name("cpu.cpp")
@@ -275,7 +275,7 @@ class AttentionKernel:
 def attention_for(dtype: torch.dtype, device: torch.device, head_dim: int) -> Kernels | None:
     """Return the kernels if `AttentionKernel` serves heads of this size and dtype on this device."""
     serves = dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)
-    return _load() if serves and device.type == "cpu" and head_dim >= _MIN_HEAD_DIM else None
+    return _load() if serves and device.type == "cpu" and head_dim >= MIN_HEAD_DIM else None
 
 
 def has_amx() -> bool:

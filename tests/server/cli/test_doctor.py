@@ -17,6 +17,7 @@ from server import cli
 from server.cli import doctor
 from tests.redis_server import RedisServer, newest_redis, redis_binaries
 from tests.server.cli.commands import status_of
+from worker.common.cache_folder import cache_folder
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    assert doctor.cache_folder() is None
+    assert cache_folder() is None
     assert [check.name for check in doctor.disks()] == ["tmp", "models"]
 
 
@@ -127,19 +128,6 @@ async def test_wrong_options_of_an_engine_are_a_failed_check() -> None:
     args = doctor.parser().parse_args(["--engine-url", "ftp://engine"])
     (check,) = await doctor.engine_checks(args, "ftp://engine")
     assert (check.status, "--engine-url must begin with http" in check.found) == ("fail", True), check
-
-
-def test_the_cache_is_cleared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "headstart"
-    folder.mkdir(mode=0o700)
-    for name in ("weights-1.bin", "weights-1.lock", "cpu-x.so", "digest-1.json", "other"):
-        (folder / name).write_bytes(bytes(1_000_000))
-    assert status_of("doctor", "--clear-cache") == 0
-    assert capsys.readouterr().out == f"deleted 4 files, 4 MB, in {folder}\n"
-    assert [file.name for file in folder.iterdir()] == ["other"]
 
 
 @pytest.mark.parametrize(

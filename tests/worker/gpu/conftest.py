@@ -1,4 +1,4 @@
-"""The tests of a GPU, run by `headstart doctor --gpu`: on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1."""
+"""The tests of a GPU, run by `make gpu-check`: on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

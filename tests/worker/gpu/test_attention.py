@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.gpu import interpreter
 from worker.attention.base import AttentionShape, ForwardBatch, Span
-from worker.attention.batch_invariant import InvariantAttention
 from worker.attention.kv_cache import KVCache
 from worker.attention.selector import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
@@ -82,11 +81,11 @@ def test_it_equals_the_reference(
     assert difference(list(STEPS.values()), shape, block_size, dtype, device) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("kind", [TorchPagedAttention, InvariantAttention])
 @pytest.mark.parametrize("window", [None, 9])
-def test_other_backends_run_there_too(device: str, window: int | None, kind: type) -> None:
+def test_the_backend_in_torch_runs_there_too(device: str, window: int | None) -> None:
     shape = AttentionShape(1, 8, 2, 128, 128**-0.5, () if window is None else (window,))
-    assert difference(list(STEPS.values()), shape, 16, torch.bfloat16, device, kind) < TOLERANCE[torch.bfloat16]
+    worst = difference(list(STEPS.values()), shape, 16, torch.bfloat16, device, TorchPagedAttention)
+    assert worst < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])

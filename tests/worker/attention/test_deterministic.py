@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.worker.families import write_family
 from tests.worker.paged import PagedModel
-from worker.attention.batch_invariant import InvariantAttention
+from worker.attention.base import AttentionShape
+from worker.attention.kv_cache import KVCache
 from worker.attention.selector import select_attention
 from worker.model.linear import TiledLinear, dense_linear
 from worker.model.load import LoadedModel, LoadOptions, load_model
@@ -37,18 +38,16 @@ def tokens(length: int, seed: int) -> list[int]:
     return ids
 
 
-def paged(model: LoadedModel, *, selected: bool = True) -> PagedModel:
-    """Run the attention that the selector takes, in float32 the compiled one where there is a compiler, or torch's."""
-    attention = partial(select_attention, deterministic=True) if selected else InvariantAttention
+def paged(model: LoadedModel) -> PagedModel:
+    attention = partial(select_attention, deterministic=True)
     return PagedModel(model, block_size=8, num_blocks=128, attention=attention)
 
 
-@pytest.mark.parametrize("selected", [False, True])
 @pytest.mark.parametrize("sizes", [[1], [7], [16, 1], [40, 3], [74, 1]], ids=str)
-def test_chunks_are_equal_to_the_bit(model: LoadedModel, sizes: list[int], selected: bool) -> None:
+def test_chunks_are_equal_to_the_bit(model: LoadedModel, sizes: list[int]) -> None:
     ids = tokens(LENGTH, 0)
-    whole = paged(model, selected=selected).chunked(ids, [LENGTH])
-    assert torch.equal(paged(model, selected=selected).chunked(ids, sizes), whole)
+    whole = paged(model).chunked(ids, [LENGTH])
+    assert torch.equal(paged(model).chunked(ids, sizes), whole)
 
 
 def test_other_sequences_of_the_batch_change_nothing(model: LoadedModel) -> None:
@@ -72,6 +71,14 @@ def test_it_equals_the_reference(model: LoadedModel, folder: Path) -> None:
     got = paged(model).chunked(ids, [20])
     divergence = (want.softmax(-1) * (want.log_softmax(-1) - got.log_softmax(-1))).sum(-1).mean()
     assert float(divergence) < (0.05 if model.dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 64), (torch.float32, 8), (torch.bfloat16, 17)])
+def test_it_is_refused_where_no_kernel_serves_the_model(dtype: torch.dtype, head_dim: int) -> None:
+    shape = AttentionShape(1, 4, 2, head_dim, 1.0)
+    cache = KVCache(shape, 4, 8, dtype, torch.device("cpu"))
+    with pytest.raises(ValueError, match="--deterministic needs the compiled kernels: they serve float32 and"):
+        select_attention(shape, cache, deterministic=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
