@@ -113,8 +113,8 @@ bench: dev ## the measurements: make bench ARGS="cache --json"
 docs: dev ## the pages as a site, in site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-package: dev ## the chart and the bills of materials of a release, in dist/ (needs helm, which `make test-chart` installs)
-	@$(BIN)/python -m tools.package dist
+package: dev ## wheel, chart, bills of materials and digests of a release, in dist/ (needs helm, which `make test-chart` installs)
+	@$(BIN)/python -m tools.package dist $(ARGS)
 
 sbom: dev ## what the images install, as CycloneDX, in sbom/
 	@$(BIN)/python -m tools.sbom sbom

@@ -11,6 +11,8 @@ import argparse
 import json
 import os
 import platform
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +36,19 @@ class Figure:
     unit: str = ""
     note: str = ""
     goal: str = ""
+    met: bool | None = None
+    """Whether the goal is met, if its text is no bound such as `<= 2`."""
+
+    @property
+    def is_missed(self) -> bool:
+        """Return whether the figure has a goal that it does not meet."""
+        if self.met is not None:
+            return not self.met
+        bound = re.match(r"(<=|>=|within|)\s*([\d.]+)$", self.goal)
+        if bound is None:
+            return False
+        value, limit = abs(self.value) if bound[1] == "within" else self.value, float(bound[2])
+        return value < limit if bound[1] == ">=" else value > limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +87,10 @@ def publish(report: Report, options: argparse.Namespace, draw: Draw | None = Non
 
 
 def table(report: Report) -> str:
-    rows = [(figure.name, formatted(figure.value), figure.unit, figure.goal, figure.note) for figure in report.figures]
+    rows = [
+        (figure.name, formatted(figure.value), figure.unit, figure.goal + (" missed" * figure.is_missed), figure.note)
+        for figure in report.figures
+    ]
     rows.insert(0, ("figure", "value", "unit", "goal", "what"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = [
@@ -89,7 +107,17 @@ def table(report: Report) -> str:
 def to_json(report: Report) -> str:
     figures = {figure.name: figure.value for figure in report.figures}
     assert len(figures) == len(report.figures), "two figures have one name"
-    return json.dumps({"bench": report.bench, "env": environment(report), "figures": figures})
+    missed = {figure.name: figure.goal for figure in report.figures if figure.is_missed}
+    command = shlex.join(["headstart", "bench", *sys.argv[1:]])
+    return json.dumps(
+        {
+            "bench": report.bench,
+            "command": command,
+            "env": environment(report),
+            "figures": figures,
+            "missed": missed,
+        }
+    )
 
 
 def save_plot(path: Path, report: Report, draw: Draw | None) -> None:

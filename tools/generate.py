@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
-GENERATORS: Final = ("tools.configuration", "tools.reference", "tools.values", "tools.dashboard", "tools.lines")
+GENERATORS: Final = (
+    *("tools.configuration", "tools.reference", "tools.values", "tools.dashboard", "tools.lines", "tools.figures"),
+)
 
 
 def main(argv: list[str]) -> int:

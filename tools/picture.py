@@ -1,12 +1,13 @@
 """Write README's moving picture: coding agents on four workers, by round robin and by Headstart, in simulated time.
 
-python -m tools.picture   rewrites docs/images/conversations.svg
+python -m tools.picture   rewrites docs/images/conversations.svg, and its figures in benchmarks/results/agents.json
 
 A bar is a prefill, as long as it takes; its colour is the agent's session.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,9 @@ from benchmarks.dev.simulation.replay import Replay
 from benchmarks.dev.simulation.traces import SWE_AGENT, SweAgentTrace, Workload
 from server.router.policies import POLICIES
 
-FILE: Final = Path(__file__).parent.parent / "docs" / "images" / "conversations.svg"
+ROOT: Final = Path(__file__).parents[1]
+FILE: Final = ROOT / "docs" / "images" / "conversations.svg"
+FIGURES: Final = ROOT / "benchmarks" / "results" / "agents.json"
 NUM_WORKERS: Final = 4
 POLICIES_SHOWN: Final = {"round_robin": "Round robin", "headstart": "Headstart"}
 BEGIN_S: Final = 60.0
@@ -125,7 +128,17 @@ def panel(title: str, prefills: list[Prefill], top: int) -> list[str]:
     return lines
 
 
-def picture() -> str:
+def figures(recorded: dict[str, list[Prefill]]) -> dict[str, float]:
+    """Return what the counters of the picture show at its end."""
+    found = {}
+    for policy, prefills in recorded.items():
+        done = [each for each in prefills if each.end_s <= BEGIN_S + SHOWN_S]
+        found[f"{policy}.hit"] = sum(each.num_cached for each in done) / sum(each.num_tokens for each in done)
+        found[f"{policy}.ttft_mean_s"] = sum(each.ttft_s for each in done) / len(done)
+    return found
+
+
+def picture(recorded: dict[str, list[Prefill]]) -> str:
     height = 2 * PANEL + 44
     moving: dict[str, Any] = {"w": WIDTH - LEFT - RIGHT, "end": PLAY_S / (PLAY_S + 3)}
     lines = [
@@ -139,11 +152,18 @@ def picture() -> str:
         f'keyTimes="0;{moving["end"]:.3f};1" values="0;{moving["w"]};{moving["w"]}"/></rect></clipPath>',
     ]
     for number, (policy, title) in enumerate(POLICIES_SHOWN.items()):
-        lines += panel(title, record(policy), 8 + number * PANEL)
+        lines += panel(title, recorded[policy], 8 + number * PANEL)
     note = f"{SHOWN_S:.0f} s of recorded coding agents, simulated. A bar is a prefill, its colour the agent's session."
     lines += [f'<text x="{LEFT}" y="{height - 14}" class="s">{note}</text>', "</svg>"]
     return "\n".join(lines) + "\n"
 
 
+def main() -> None:
+    recorded = {policy: record(policy) for policy in POLICIES_SHOWN}
+    result = {"bench": "picture", "command": "python -m tools.picture", "figures": figures(recorded), "missed": {}}
+    FILE.write_text(picture(recorded), encoding="utf-8")
+    FIGURES.write_text(json.dumps(result) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    FILE.write_text(picture(), encoding="utf-8")
+    main()

@@ -65,3 +65,15 @@ def test_the_index_has_what_the_gateway_lock_pins(machine: str, tmp_path: Path) 
     command += ["-d", str(tmp_path), "-r", str(REQUIREMENTS / "gateway.lock")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_tag_releases_the_images_that_the_chart_names() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as true
+    images = workflow["jobs"]["image"]
+    made = {(each["target"], each["suffix"]) for each in images["strategy"]["matrix"]["include"]}
+    assert made == {("gateway", ""), ("worker", "-cpu"), ("worker", "-cuda")}
+    [build] = [step["with"] for step in images["steps"] if "build-push-action" in step.get("uses", "")]
+    assert (build["sbom"], build["provenance"]) == (True, "mode=max")
+    for job in workflow["jobs"].values():
+        assert any("attest-build-provenance" in step.get("uses", "") for step in job["steps"])
