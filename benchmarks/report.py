@@ -37,7 +37,7 @@ class Figure:
     note: str = ""
     goal: str = ""
     met: bool | None = None
-    """Whether the goal is met, if its text is no bound such as `<= 2`."""
+    """The verdict on a goal whose text is no bound such as `<= 2`."""
 
     @property
     def is_missed(self) -> bool:

@@ -110,7 +110,7 @@ def benches() -> Iterator[str]:
     from benchmarks.__main__ import BENCHES, DEV_BENCHES
 
     yield "## headstart bench\n"
-    yield "`headstart bench NAME --help` lists the options of each. [How to use them](../performance.md).\n"
+    yield "`headstart bench NAME --help` lists the options of each. [The results](../../benchmarks/RESULTS.md).\n"
     yield "| name | measures | needs a checkout |"
     yield "| --- | --- | --- |"
     for name, summary in sorted((BENCHES | DEV_BENCHES).items()):

@@ -1,9 +1,9 @@
 """Write the figures of README and docs/routing.md from the benches' own results in benchmarks/results.
 
-headstart bench ... --json | tail -1 > benchmarks/results/NAME.json      the last line of the command
-python -m tools.picture                                                  agents.json, with README's picture
-python -m tools.figures                                                  rewrites the blocks of the pages
-python -m tools.figures --check                                          exits with 1 when a block differs
+headstart bench ... --json | tail -1 > NAME.json      in that folder: the last line of the command
+python -m tools.picture                               agents.json, with README's picture
+python -m tools.figures                               rewrites the blocks of the pages
+python -m tools.figures --check                       exits with 1 when a block differs
 
 A block begins with `<!-- figures: NAME -->` and has the command of its figures. A goal that the run missed is named.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +39,7 @@ def missed(run: Mapping[str, Any]) -> str:
     if not run["missed"]:
         return "It met all its goals."
     listed = [f"`{name}` {run['figures'][name]:.3g} (goal {goal})" for name, goal in sorted(run["missed"].items())]
-    return f"**Goals missed**: {', '.join(listed)}."
+    return textwrap.fill(f"Goals that this run **missed**: {', '.join(listed)}.", 120, break_on_hyphens=False)
 
 
 def promise() -> str:
@@ -75,35 +76,24 @@ def chats_policies(run: Mapping[str, Any]) -> list[str]:
 def picture() -> str:
     """Return README's picture, with what it shows as its text."""
     agents = result("agents")["figures"]
-    told = [
+    texts = [
         f"by {title} {agents[f'{name}.hit']:.0%} of the prompt tokens come from the cache, and the first token after "
         f"{agents[f'{name}.ttft_mean_s']:.1f} s"
         for name, title in (("round_robin", "round robin"), ("headstart", "Headstart"))
     ]
-    return f"![90 s of recorded coding agents on four workers: {'; '.join(told)}](docs/images/conversations.svg)\n"
+    return f"![90 s of recorded coding agents on four workers: {'; '.join(texts)}](docs/images/conversations.svg)\n"
 
 
 def policies() -> str:
-    """Return the table of docs/routing.md: every policy, in both cells."""
-    run = result("policies")
+    """Return the table of docs/routing.md: each policy and the bound, in README's run."""
+    run = result("chats")
     figures = run["figures"]
-    cells = sorted({name.split(".")[1] for name in figures if name.startswith("headstart.") and ".hit" in name})
-    cells = [cell for cell in cells if f"headstart.{cell}.ttft_p99_s" in figures]
-    names = sorted(
-        {name.partition(".")[0] for name in figures if name.endswith(f".{cells[0]}.ttft_p99_s")},
-        key=lambda name: figures[f"{name}.{cells[0]}.ttft_mean_s"],
-    )
-    lines = [
-        f"| policy | {' | '.join(f'`{cell}`: hit, mean, p99' for cell in cells)} |",
-        "| --- |" + " --- |" * len(cells),
-    ]
-    for name in names:
-        cell_texts = [
-            f"{figures[f'{name}.{cell}.hit']:.1%}, {figures[f'{name}.{cell}.ttft_mean_s']:.3g} s, "
-            f"{figures[f'{name}.{cell}.ttft_p99_s']:.3g} s"
-            for cell in cells
-        ]
-        lines.append(f"| `{name}` | {' | '.join(cell_texts)} |")
+    names = [name for name in chats_policies(run) if name != "pooled1"]
+    lines = ["| policy | from the cache | mean | p99 |", "| --- | --- | --- | --- |"]
+    for name in sorted(names, key=lambda name: float(figures[f"{name}.conv25_n8.ttft_mean_s"])):
+        cell = f"{name}.conv25_n8"
+        mean_s, p99_s = figures[f"{cell}.ttft_mean_s"], figures[f"{cell}.ttft_p99_s"]
+        lines.append(f"| `{name}` | {figures[f'{cell}.hit']:.1%} | {mean_s:.2f} s | {p99_s:.1f} s |")
     return "\n".join([*lines, "", "```", command(run), "```", "", missed(run), ""])
 
 

@@ -46,7 +46,7 @@ COVERED: Final = {
     r"headstart prefix": "tests/server/ops/test_prefix.py",
     r"headstart usage": "tests/server/usage/test_accounts.py",
     r"headstart keys": "tests/server/auth/test_api_keys.py",
-    r"(docker|podman) build": "tests/k8s/test_dockerfile.py",
+    r"(docker|podman) (build|run)": "tests/k8s/test_dockerfile.py",
     r"(helm|kubectl) ": "tests/k8s",
     r"curl .*qwen3-8b": "tests/server/test_gateway.py",
     r"curl .*127\.0\.0\.1:800[01]": HERE,

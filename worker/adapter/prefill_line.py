@@ -1,4 +1,4 @@
-"""The time of an engine's prefill over its tokens: docs/architecture/adapter.md#the-prefill-rate."""
+"""The time of an engine's prefill over its tokens: docs/architecture/worker.md#the-prefill-rate."""
 
 from __future__ import annotations
 
