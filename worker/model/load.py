@@ -35,7 +35,7 @@ FAMILIES: Final = {
     "qwen2": ModelFamily(LlamaDecoder, window=4096, optional_window=True),
     "qwen3": ModelFamily(LlamaDecoder, window=4096, optional_window=True, qk_norm=True),
 }
-"""The families of models that run on a decoder of the worker's own, by `model_type`. See docs/architecture/worker.md, "A new model family"."""
+"""Model families that run on a decoder of the worker's own, by `model_type`. See docs/architecture/worker.md."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
