@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 from tests.e2e.serving import SMALL_POOL, Serve
 from tests.server.api.test_tools import WEATHER
 from tests.server.sse_grammar import check_chat, check_completion, events
-from tests.server.test_fuzz import check_answer
+from tests.server.test_second_decoding import check_answer
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.e2e

@@ -1,4 +1,4 @@
-"""Texts inside texts, and foreign types: whatever a field holds is answered or refused, and no server error.
+"""Texts inside texts, foreign types and broken bytes: each body is answered, or refused in its API's own shape.
 
 A walk over the types of the bodies finds the fields, so that a new one is tried too.
 """
@@ -18,6 +18,7 @@ from server.schema.messages import CountTokensRequest, MessagesRequest
 from server.schema.requests import ChatRequest, CompletionRequest, ResponsesRequest
 from tests.server.conftest import bundle_of
 from tests.server.gateway_app import gateway
+from tests.server.messages_grammar import check_error
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import post
 
@@ -124,8 +125,17 @@ def made(kind: Any, name: str, choose: random.Random, depth: int = 0) -> Any:
     return choose.choice(VALUES)
 
 
+def check_answer(status: int, raw: bytes, data: bytes) -> None:
+    """A refusal has to be a 4xx with four keys."""
+    assert status < 500, (data, raw)
+    error = {} if status == 200 else json.loads(raw)["error"]
+    assert status != 200 or b'"error":{' not in raw, (data, raw)
+    assert not error or set(error) == {"message", "type", "param", "code"}, data
+    assert error.get("type", "invalid_request_error") == "invalid_request_error", data
+
+
 @pytest.mark.parametrize("num_bodies", [350, pytest.param(2800, marks=pytest.mark.deep)])
-async def test_no_server_error(num_bodies: int, raw_tokenizer: Tokenizer) -> None:
+async def test_no_body_is_a_server_error(num_bodies: int, raw_tokenizer: Tokenizer) -> None:
     choose = random.Random(num_bodies)
     worker = ScriptedWorker(bundle_of(raw_tokenizer), reply=[50, 51])
     statuses: dict[int, int] = {}
@@ -135,7 +145,15 @@ async def test_no_server_error(num_bodies: int, raw_tokenizer: Tokenizer) -> Non
             fields = msgspec.inspect.type_info(KINDS[path]).fields  # type: ignore[attr-defined]
             chosen = choose.sample([each for each in fields if each.name not in ("model", "n", "best_of")], 2)
             body = BASES[path] | {each.encode_name: made(each.type, each.name, choose) for each in chosen}
-            status, _, raw = await post(running.url, {"model": "tiny", **body}, path)
+            data = json.dumps({"model": "tiny", **body}).encode()
+            if choose.random() < 0.05:
+                at = choose.randrange(len(data))
+                data = data[:at] + choose.randbytes(choose.randint(0, 3)) + data[at + choose.randint(0, 5) :]
+            status, headers, raw = await post(running.url, data, path)
             statuses[status] = statuses.get(status, 0) + 1
-            assert status < 500, (path, body, raw)
+            if status != 200 and path.startswith("/v1/messages"):
+                kinds = ("not_found_error" if status == 404 else "invalid_request_error",)
+                assert check_error(raw, headers)["type"] in kinds, (data, raw)
+            elif not path.startswith("/v1/messages"):
+                check_answer(status, raw, data)
     assert statuses[200] > num_bodies // 20, statuses
