@@ -32,7 +32,7 @@ def check(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_its_parts_run_through_the_interpreter(tmp_path: Path) -> None:
-    names = ["ready", "attention", "triton_ops", "bench", "profile"]
+    names = ["ready", "attention", "triton_ops", "sampling", "bench", "profile"]
     code, summary = check(tmp_path, "--quick", "--parts", ",".join(names))
     assert (code, summary["ok"], summary["mode"]) == (0, True, "interpreter"), summary
     assert [(part["name"], part["status"]) for part in summary["parts"]] == [(name, "ok") for name in names]

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -50,18 +51,13 @@ _BUILD_ERRORS: Final = (OSError, subprocess.SubprocessError)
 
 UNIFORM_BITS: Final = 53
 """Shares and random numbers are integers in units of 2^-53: each double in [0, 1) is exact."""
-_EDITS: Final = np.dtype([("ids", "u8"), ("values", "u8"), ("count", "i8")])
+EDITS: Final = Struct("20Q")
+"""The fields of `SamplingRow` in sampling.h from the mask to the stops: addresses and counts."""
 LIMITS: Final = np.dtype(
     [("min_p_margin", "f8"), ("top_k", "i8"), ("top_p", "u8"), ("typical_p", "u8"), ("penalty", "f4"), ("scale", "f4")]
 )
 """`Limits` of sampling.h."""
-SAMPLING_ROW: Final = np.dtype(
-    [
-        *(("logits", "u8"), ("allowed", "u8"), ("num_allowed", "i8"), ("repeated", _EDITS, (2,))),
-        *((name, _EDITS) for name in ("lowered", "biased", "forbidden", "stops")),
-        *(("uniform", "u8"), ("limits", LIMITS)),
-    ]
-)
+SAMPLING_ROW: Final = np.dtype([("logits", "u8"), ("edits", f"V{EDITS.size}"), ("uniform", "u8"), ("limits", LIMITS)])
 """`SamplingRow` of sampling.h."""
 _SAMPLED: Final = np.dtype([("token_id", "i8"), ("best_raw", "f4"), ("best", "f4")])
 

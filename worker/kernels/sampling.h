@@ -16,12 +16,15 @@
 
 #include "vectors.h"
 
+#include <bit>
+
 namespace {
 
 constexpr int64_t kBlock = 64;        // logits with one highest
 constexpr int kUnitBits = 18;         // the shift of a block's sum that has the row's highest: sums of rows fit into 64 bits
 constexpr int kLastUnit = 50;         // from this block unit on, all weights of the block are 0
 constexpr float kLastT = 63.0f;
+constexpr float kLastInBlock = 28.0f;
 constexpr float kRounding = 0x1.8p23f;  // added to a float, leaves the nearest integer in its lower bits
 constexpr size_t kFewKeys = 4096;     // that are searched without bins
 constexpr float kNear = 8.0f;         // bits of a weight within which a limit's keys are tried first
@@ -96,16 +99,16 @@ template <bool kMasked> struct Logits {
     }
     return x[i];
   }
-  // kLanes logits from a multiple of kLanes on, all within the row
-  Floats<kLanes> load(int64_t i) const {
-    Floats<kLanes> values = load_floats<kLanes>(x + i);
+  // values, which are those from i on, a multiple of kLanes
+  Floats<kLanes> masked(int64_t i, Floats<kLanes> values) const {
     if constexpr (kMasked) {
       const uint32_t bits = i < num_allowed ? allowed[i / 32] >> (i % 32) : 0;
-      const auto lanes = ::load<Ints<kLanes>>(kLaneNumbers.data());
-      values = (int32_t(bits) >> lanes & 1) != 0 ? values : Floats<kLanes>{} - kInfinity;
+      values = (int32_t(bits) & 1 << ::load<Ints<kLanes>>(kLaneNumbers.data())) != 0 ? values : Floats<kLanes>{} - kInfinity;
     }
     return values;
   }
+  // kLanes logits from a multiple of kLanes on, all within the row
+  Floats<kLanes> load(int64_t i) const { return masked(i, load_floats<kLanes>(x + i)); }
 };
 
 // Joins the lanes of a vector, half by half.
@@ -129,12 +132,15 @@ float highest_lane(Floats<kLanes> vector) {
 
 // Calls each(i, logits) for the vectors of a block; those beyond the row are -inf.
 template <bool kMasked, class Each> void for_vectors(const Logits<kMasked> &row, int64_t block, Each each) {
-  const int64_t first = block * kBlock, stop = std::min(first + kBlock, row.size);
-  int64_t i = first;
-  for (; i + kLanes <= stop; i += kLanes) each(i, row.load(i));
-  if (i < stop) {
+  const int64_t first = block * kBlock;
+  if (first + kBlock <= row.size) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kBlock; i += kLanes) each(first + i, row.load(first + i));
+    return;
+  }
+  for (int64_t i = first; i < row.size; i += kLanes) {
     float rest[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) rest[lane] = i + lane < stop ? row.at(i + lane) : -kInfinity;
+    for (int lane = 0; lane < kLanes; ++lane) rest[lane] = i + lane < row.size ? row.at(i + lane) : -kInfinity;
     each(i, load_floats<kLanes>(rest));
   }
 }
@@ -168,19 +174,23 @@ struct Kept {
   float lowest = kLowest;              // of the kept logits
   float middle = 0.0f, reach = -1.0f;  // if reach >= 0, only |t - middle| <= reach
 
-  Floats<kLanes> t(Floats<kLanes> x) const {
+  Floats<kLanes> t(Floats<kLanes> x, float last) const {
     const Floats<kLanes> t = rounded((highest - x) * scale);
-    return t < kLastT ? t : Floats<kLanes>{} + kLastT;
+    return t < last ? t : Floats<kLanes>{} + last;
   }
-  float t(float x) const { return t(Floats<kLanes>{} + x)[0]; }
-  int32_t unit(float top) const { return int32_t(t(top) + 0.5f); }
-  Words<kLanes> weights(Floats<kLanes> x, int32_t unit) const {
-    const Floats<kLanes> t = this->t(x);
-    const Words<kLanes> found = x >= lowest ? ::weights(t, unit) : Words<kLanes>{};
-    if (reach < 0.0f) return found;
-    const Floats<kLanes> off = t - middle;
-    return (off < 0.0f ? -off : off) <= reach ? found : Words<kLanes>{};
+  float t(float x) const { return t(Floats<kLanes>{} + x, kLastT)[0]; }
+  // Of logits of a block with this unit. Beyond kLastInBlock a weight is 0.
+  template <bool kAll> Words<kLanes> weights(Floats<kLanes> x, int32_t unit) const {
+    const Floats<kLanes> t = this->t(x, float(unit) + kLastInBlock);
+    Words<kLanes> found = ::weights(t, unit);
+    if constexpr (!kAll) {
+      found &= (Words<kLanes>)(x >= lowest);
+      if (reach >= 0.0f) found &= (Words<kLanes>)(off(t) <= reach);
+    }
+    return found;
   }
+  Floats<kLanes> off(Floats<kLanes> t) const { return t < middle ? middle - t : t - middle; }
+  bool keeps_all() const { return lowest == kLowest && reach < 0.0f; }
 };
 
 // A sum of weights of a block, in the unit of the row.
@@ -196,15 +206,29 @@ uint32_t sum_lanes(Words<kLanes> words) {
 struct Candidates {
   std::vector<float> keys;
   std::vector<uint64_t> weights;
-  uint64_t total = 0;
+  size_t count = 0;
 
-  void clear() { keys.clear(), weights.clear(), total = 0; }
-  void add(float key, uint64_t weight) { keys.push_back(key), weights.push_back(weight), total += weight; }
+  // Adds those of a block, whose weights are in its unit, that `takes` names; returns the sum of their weights.
+  template <class Takes>
+  uint64_t add(const float *block_keys, const uint32_t *block_weights, int32_t unit, Takes takes) {
+    if (keys.size() < count + kBlock) keys.resize(2 * (count + kBlock)), weights.resize(keys.size());
+    float *next_key = keys.data() + count;
+    uint64_t *next_weight = weights.data() + count, total = 0;
+    for (int i = 0; i < kBlock; ++i) {  // without a branch
+      const bool is_taken = takes(i);
+      *next_key = block_keys[i], *next_weight = in_row(block_weights[i], unit);
+      total += is_taken ? *next_weight : 0;
+      next_key += is_taken, next_weight += is_taken;
+    }
+    count = next_key - keys.data();
+    return total;
+  }
 };
 
 // The buffers of a thread.
 struct Scratch {
-  std::vector<float> highest;              // of each block
+  std::vector<float> highest;              // of each block; -inf from the last block to a multiple of kLanes
+  std::vector<int32_t> units;              // of each block
   std::vector<float> order;
   std::vector<uint64_t> sums;              // of the weights of each block
   std::vector<uint8_t> is_touched;         // blocks
@@ -220,18 +244,13 @@ Scratch &scratch() {
 }
 
 // The upper bits of floats that are not negative are in their order: 32 bins for each power of two.
-constexpr size_t kBins = 1 << 13;
-uint32_t bin_of(float distance) {
-  uint32_t bits;
-  std::memcpy(&bits, &distance, 4);
-  return bits >> 18;
-}
+constexpr size_t kBins = 1 << 13, kBinShift = 18;
 
 // The lowest key at which the weights of all keys up to it reach `needed` (1 to the total). Reorders the candidates.
 float last_needed(Candidates &found, uint64_t needed) {
   auto &keys = found.keys;
   auto &weights = found.weights;
-  size_t first = 0, stop = keys.size();
+  size_t first = 0, stop = found.count;
   const auto swap = [&](size_t a, size_t b) { std::swap(keys[a], keys[b]), std::swap(weights[a], weights[b]); };
   while (true) {
     const float a = keys[first], b = keys[first + (stop - first) / 2], c = keys[stop - 1];
@@ -269,7 +288,13 @@ template <bool kMasked> class Sampler {
  public:
   // `scratch` has the highest logits of the blocks.
   Sampler(const Logits<kMasked> &row, float highest, float scale)
-      : row_(row), tops_(scratch().highest), kept_{highest, scale} {}
+      : row_(row), tops_(scratch().highest), units_(scratch().units), kept_{highest, scale} {
+    units_.resize(tops_.size());
+    for (size_t block = 0; block < tops_.size(); block += kLanes) {
+      const Floats<kLanes> t = kept_.t(load_floats<kLanes>(&tops_[block]), kLastT);
+      store(&units_[block], __builtin_convertvector(t + 0.5f, Ints<kLanes>));
+    }
+  }
 
   void limit(const Limits &by) {
     if (by.top_k > 0 && by.top_k < row_.size) limit_rank(by.top_k);
@@ -289,33 +314,22 @@ template <bool kMasked> class Sampler {
     uint64_t target = uint64_t((total * uniform) >> 53);
     int64_t block = 0;
     while (block + 1 < int64_t(sums.size()) && sums[block] <= target) target -= sums[block++];
-    const int32_t unit = kept_.unit(tops_[block]);
+    const int32_t unit = units_[block];
     target = unit <= kUnitBits ? target >> (kUnitBits - unit) : target << (unit - kUnitBits);
     int64_t found = -1;
-    for_weights(block, [&](int64_t token, float, uint64_t weight) {
-      if (found >= 0) return;
-      if (weight > target) found = token;
-      target -= weight;
+    for_vectors(row_, block, [&](int64_t i, Floats<kLanes> x) {
+      uint32_t weights[kLanes];
+      store(weights, kept_.template weights<false>(x, unit));
+      for (int lane = 0; lane < kLanes && found < 0; ++lane) {
+        if (weights[lane] > target) found = i + lane;
+        target -= weights[lane];
+      }
     });
     return std::max<int64_t>(found, 0);
   }
 
   // Sums the weights of each block, in the unit of the row; returns that of all.
-  uint64_t sum_blocks() {
-    auto &sums = scratch().sums;
-    sums.assign(tops_.size(), 0);
-    uint64_t total = 0;
-    const Kept kept = kept_;  // in registers
-    for (size_t block = 0; block < tops_.size(); ++block) {
-      if (!reaches(block, kLowest)) continue;
-      const int32_t unit = kept.unit(tops_[block]);
-      Words<kLanes> sum{};
-      for_vectors(row_, block, [&](int64_t, Floats<kLanes> x) { sum += kept.weights(x, unit); });
-      sums[block] = in_row(sum_lanes(sum), unit);
-      total += sums[block];
-    }
-    return total;
-  }
+  uint64_t sum_blocks() { return kept_.keeps_all() ? sum_blocks<true>() : sum_blocks<false>(); }
 
   // A logit that at least `rank` logits reach, as high as the blocks tell; `otherwise` if they do not.
   float bound_of(int64_t rank, float otherwise) const {
@@ -327,79 +341,103 @@ template <bool kMasked> class Sampler {
   }
 
  private:
-  // Calls each(token, logit, weight) for the tokens of a block, whose weights are in its unit.
-  template <class Each> void for_weights(int64_t block, Each each) const {
-    const int32_t unit = kept_.unit(tops_[block]);
-    for_vectors(row_, block, [&](int64_t i, Floats<kLanes> x) {
-      uint32_t found[kLanes];
-      store(found, kept_.weights(x, unit));
-      for (int lane = 0; lane < kLanes; ++lane) each(i + lane, x[lane], found[lane]);
-    });
+  template <bool kAll> uint64_t sum_blocks() const {
+    auto &sums = scratch().sums;
+    sums.assign(tops_.size(), 0);
+    uint64_t total = 0;
+    const Kept kept = kept_;  // in registers
+    for (size_t block = 0; block < tops_.size(); ++block) {
+      if (!reaches(block, kLowest)) continue;
+      const int32_t unit = units_[block];
+      Words<kLanes> sum{};
+      for_vectors(row_, block, [&](int64_t, Floats<kLanes> x) { sum += kept.weights<kAll>(x, unit); });
+      sums[block] = in_row(sum_lanes(sum), unit);
+      total += sums[block];
+    }
+    return total;
   }
 
-  // Whether some of a block is kept and at least `bound`.
-  bool reaches(int64_t block, float bound) const {
-    return tops_[block] >= std::max(bound, kept_.lowest) && kept_.unit(tops_[block]) < kLastUnit;
+  // Whether some of a block may be kept and at least `bound`, with a weight.
+  bool reaches(size_t block, float bound) const {
+    if (tops_[block] < std::max(bound, kept_.lowest) || units_[block] >= kLastUnit) return false;
+    return kept_.reach < 0.0f || kept_.t(tops_[block]) - kept_.middle <= kept_.reach;
   }
 
-  // Calls each(logit, weight) for what is kept and at least `bound`, to the end of a block in which it returns false.
-  // The weight is in the unit of the row.
-  template <class Each> void for_kept(float bound, Each each) const {
+  // Calls each(block, keys, weights) for blocks with logits that are kept and at least `bound`, until it returns false.
+  // Both are of kBlock logits. A weight is 0 for those that are not, in the unit of the block else; for a rank 1.
+  template <class By, class Each> void for_blocks(const By &by, float bound, Each each) const {
+    alignas(64) float keys[kBlock] = {};
+    alignas(64) uint32_t weights[kBlock];
     const float lowest = std::max(bound, kept_.lowest);
-    bool goes_on = true;
-    for (size_t block = 0; block < tops_.size() && goes_on; ++block) {
+    const Kept kept = kept_;
+    for (size_t block = 0; block < tops_.size(); ++block) {
       if (tops_[block] < lowest) continue;
-      const int32_t unit = kept_.unit(tops_[block]);
-      for_weights(block, [&](int64_t, float logit, uint64_t weight) {
-        if (logit >= lowest) goes_on = each(logit, in_row(weight, unit));
+      const int32_t unit = units_[block], first = int32_t(block * kBlock);
+      if (first + kBlock > row_.size) std::memset(weights, 0, sizeof weights), std::memset(keys, 0, sizeof keys);
+      for_vectors(row_, block, [&](int64_t i, Floats<kLanes> x) {
+        const Words<kLanes> amount = By::kIsRank ? Words<kLanes>{} + 1 : kept.weights<false>(x, unit);
+        store(keys + i - first, by.keys(x));
+        store(weights + i - first, amount & (Words<kLanes>)(x >= lowest));
       });
+      if (!each(By::kIsRank ? kUnitBits : unit, keys, weights)) return;
     }
   }
 
   // Returns the lowest key of what is kept at which the weights up to it reach `needed`; infinity if they never do.
   // Logits below `bound` have higher keys than all others.
-  template <class By> float last_key(uint64_t needed, float bound, By by) {
+  template <class By> float last_key(uint64_t needed, float bound, const By &by) const {
     auto &found = scratch().candidates;
-    found.clear();
-    for_kept(bound, [&](float logit, uint64_t weight) {
-      found.add(by.key(logit), by.is_rank ? 1 : weight);
-      return found.keys.size() < kFewKeys;
+    found.count = 0;
+    uint64_t total = 0;
+    for_blocks(by, bound, [&](int32_t unit, const float *keys, const uint32_t *weights) {
+      total += found.add(keys, weights, unit, [&](int i) { return weights[i] > 0; });
+      return found.count < kFewKeys;
     });
-    if (found.keys.size() < kFewKeys && found.total >= needed) return last_needed(found, needed);
-    // Many keys: first the bin that has the last one.
+    if (found.count < kFewKeys && total >= needed) return last_needed(found, needed);
+    // Many keys: first the bin that has the last one. Neighbours count in different bins, so that none waits for another.
     auto &bins = scratch().bins;
-    bins.assign(kBins, 0);
-    for_kept(kLowest, [&](float logit, uint64_t weight) {
-      bins[bin_of(by.distance(logit))] += by.is_rank ? 1 : weight;
+    bins.assign(2 * kBins, 0);
+    uint64_t *counts = bins.data();
+    uint32_t bin_of[kBlock];
+    const auto find_bins = [&](const float *keys) {
+      for (int i = 0; i < kBlock; ++i) bin_of[i] = std::bit_cast<uint32_t>(by.distance(keys[i])) >> kBinShift & (kBins - 1);
+    };
+    for_blocks(by, kLowest, [&](int32_t unit, const float *keys, const uint32_t *weights) {
+      find_bins(keys);
+      for (int i = 0; i < kBlock; ++i) counts[2 * bin_of[i] + i % 2] += in_row(weights[i], unit);
       return true;
     });
-    size_t bin = 0;
-    while (bin < kBins && bins[bin] < needed) needed -= bins[bin++];
+    uint32_t bin = 0;
+    for (; bin < kBins; ++bin) {
+      const uint64_t sum = counts[2 * bin] + counts[2 * bin + 1];
+      if (sum >= needed) break;
+      needed -= sum;
+    }
     if (bin == kBins) return kInfinity;
-    found.clear();
-    for_kept(kLowest, [&](float logit, uint64_t weight) {
-      if (bin_of(by.distance(logit)) == bin) found.add(by.key(logit), by.is_rank ? 1 : weight);
+    found.count = 0;
+    for_blocks(by, kLowest, [&](int32_t unit, const float *keys, const uint32_t *weights) {
+      find_bins(keys);
+      found.add(keys, weights, unit, [&](int i) { return bin_of[i] == bin && weights[i] > 0; });
       return true;
     });
     return last_needed(found, needed);
   }
 
-  // Orders of what is kept: `key` with its sign, and the `distance` from the first, which is not negative.
-  struct ByLogit {
+  // Orders of what is kept: `keys` with their signs, and the `distance` of a key from the first, which is not negative.
+  template <bool kRank> struct ByLogit {
+    static constexpr bool kIsRank = kRank;  // each logit counts as 1
     float highest;
-    bool is_rank;  // each logit counts as 1
 
-    float key(float logit) const { return -logit; }
-    float distance(float logit) const { return highest - logit; }
+    Floats<kLanes> keys(Floats<kLanes> x) const { return -x; }
+    float distance(float key) const { return highest + key; }
   };
 
   struct BySurprise {
-    const Kept &kept;
-    float middle;
-    bool is_rank = false;
+    static constexpr bool kIsRank = false;
+    Kept kept;  // with the middle
 
-    float key(float logit) const { return std::abs(kept.t(logit) - middle); }
-    float distance(float logit) const { return key(logit); }
+    Floats<kLanes> keys(Floats<kLanes> x) const { return kept.off(kept.t(x, kLastT)); }
+    float distance(float key) const { return key; }
   };
 
   void keep_from(float key) {
@@ -407,12 +445,12 @@ template <bool kMasked> class Sampler {
   }
 
   void limit_rank(int64_t rank) {
-    keep_from(last_key(rank, bound_of(rank, kLowest), ByLogit{kept_.highest, true}));
+    keep_from(last_key(uint64_t(rank), bound_of(rank, kLowest), ByLogit<true>{kept_.highest}));
   }
 
   void limit_share(uint64_t share) {
     const uint64_t needed = share_of(sum_blocks(), share);
-    keep_from(last_key(needed, kept_.highest - kNear / kept_.scale, ByLogit{kept_.highest, false}));
+    keep_from(last_key(needed, kept_.highest - kNear / kept_.scale, ByLogit<false>{kept_.highest}));
   }
 
   // Locally typical sampling keeps what is nearest to the entropy. As a surprise is t and a constant, that is the mean.
@@ -421,30 +459,31 @@ template <bool kMasked> class Sampler {
     unsigned __int128 moment = 0;
     uint64_t total = 0;
     const Kept kept = kept_;
+    alignas(64) uint32_t weights[kBlock] = {}, ts[kBlock] = {};
     for (size_t block = 0; block < tops_.size(); ++block) {
       if (!reaches(block, kLowest)) continue;
-      const int32_t unit = kept.unit(tops_[block]);
-      Words<kLanes> weights{};
-      Doublewords<kLanes> moments{};
-      for_vectors(row_, block, [&](int64_t, Floats<kLanes> x) {
-        const auto t = __builtin_convertvector(kept.t(x) * 0x1p22f, Ints<kLanes>);
-        const Words<kLanes> found = kept.weights(x, unit);
-        weights += found;
-        moments += __builtin_convertvector(found, Doublewords<kLanes>) *
-                   __builtin_convertvector((Words<kLanes>)t, Doublewords<kLanes>);
+      const int32_t unit = units_[block], first = int32_t(block * kBlock);
+      if (first + kBlock > row_.size) std::memset(weights, 0, sizeof weights);
+      Words<kLanes> sum{};
+      for_vectors(row_, block, [&](int64_t i, Floats<kLanes> x) {
+        const Words<kLanes> found = kept.weights<false>(x, unit);
+        store(weights + i - first, found);
+        store(ts + i - first, __builtin_convertvector(kept.t(x, kLastT) * 0x1p22f, Ints<kLanes>));
+        sum += found;
       });
-      const uint64_t lanes = joined<kLanes>(moments, [](auto a, auto b) { return a + b; });
-      moment += unit <= kUnitBits ? (unsigned __int128)lanes << (kUnitBits - unit) : lanes >> (unit - kUnitBits);
-      total += in_row(sum_lanes(weights), unit);
+      uint64_t in_block = 0;
+      for (int i = 0; i < kBlock; ++i) in_block += uint64_t(weights[i]) * ts[i];
+      moment += unit <= kUnitBits ? (unsigned __int128)in_block << (kUnitBits - unit) : in_block >> (unit - kUnitBits);
+      total += in_row(sum_lanes(sum), unit);
     }
-    const float middle = float(uint64_t(moment / total)) * 0x1p-22f;
-    const float bound = kept.highest - (middle + kNear) / kept.scale;
-    kept_.reach = last_key(share_of(total, share), bound, BySurprise{kept, middle});
-    kept_.middle = middle;
+    kept_.middle = float(uint64_t(moment / total)) * 0x1p-22f;
+    const float bound = kept.highest - (kept_.middle + kNear) / kept.scale;
+    kept_.reach = last_key(share_of(total, share), bound, BySurprise{kept_});
   }
 
   const Logits<kMasked> &row_;
   const std::vector<float> &tops_;
+  std::vector<int32_t> &units_;
   Kept kept_;
 };
 
@@ -500,21 +539,22 @@ template <bool kMasked> float apply_rules(const SamplingRow &row, const Logits<k
 // Finds the highest logits of the blocks, and the best of the row without its mask: NaN if there is one.
 template <bool kMasked> float find_highest(const Logits<kMasked> &logits) {
   const Logits<false> raw{logits.x, nullptr, 0, logits.size};
+  const int64_t num_blocks = (logits.size + kBlock - 1) / kBlock;
   auto &highest = scratch().highest;
-  highest.resize((logits.size + kBlock - 1) / kBlock);
-  float best = -kInfinity;
+  highest.assign((num_blocks + kLanes - 1) / kLanes * kLanes, -kInfinity);
+  Floats<kLanes> best = Floats<kLanes>{} - kInfinity;
   Ints<kLanes> broken{};
-  for (size_t block = 0; block < highest.size(); ++block) {
-    Floats<kLanes> top = Floats<kLanes>{} - kInfinity;
-    for_vectors(raw, block, [&](int64_t, Floats<kLanes> x) {
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    Floats<kLanes> top = Floats<kLanes>{} - kInfinity, raw_top = top;
+    for_vectors(raw, block, [&](int64_t i, Floats<kLanes> x) {
       broken |= x != x;
-      top = larger<kLanes>(x, top);
+      raw_top = larger<kLanes>(x, raw_top);
+      if constexpr (kMasked) top = larger<kLanes>(logits.masked(i, x), top);
     });
-    const float found = highest_lane(top);
-    best = std::max(best, found);
-    highest[block] = kMasked ? highest_of_block(logits, block) : found;
+    best = larger<kLanes>(raw_top, best);
+    highest[block] = highest_lane(kMasked ? top : raw_top);
   }
-  return joined<kLanes>(broken, [](auto a, auto b) { return a | b; }) ? __builtin_nanf("") : best;
+  return joined<kLanes>(broken, [](auto a, auto b) { return a | b; }) ? __builtin_nanf("") : highest_lane(best);
 }
 
 template <bool kMasked> Sampled sample_row(const SamplingRow &row, int64_t size) {

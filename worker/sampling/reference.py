@@ -19,6 +19,7 @@ _BLOCK: Final = 64
 _UNIT_BITS: Final = 18
 _LAST_UNIT: Final = 50
 _LAST_T: Final = np.float32(63)
+_LAST_IN_BLOCK: Final = 28
 _ROUNDING: Final = np.float32(1.5 * 2**23)
 _POLYNOMIAL: Final = tuple(
     map(np.float32, (0.009671512991189957, -0.05550733581185341, 0.24022242426872253, -0.6931470036506653, 1.0))
@@ -31,10 +32,10 @@ _SURPRISES: Final = (2.0, 8.0, np.inf)
 
 def draw(logits: Floats, limits: NDArray[np.void], uniform: int) -> int:
     """Draw from (vocab_size,) logits by a record of LIMITS and a number in units of 2^-53. 0 if none is finite."""
-    return _Draw(logits, limits).token(uniform) if np.isfinite(logits.max()) else 0
+    return Draw(logits, limits).token(uniform) if np.isfinite(logits.max()) else 0
 
 
-class _Draw:
+class Draw:
     """The kept logits of a row, in blocks, and their distribution."""
 
     def __init__(self, logits: Floats, limits: NDArray[np.void]) -> None:
@@ -49,7 +50,8 @@ class _Draw:
         self._units = (self._t(tops) + np.float32(0.5)).astype(np.int32)
         self.kept = self._blocks > FORBIDDEN
         self._t_of_all = self._t(self._blocks)
-        weights = _weights(self._t_of_all, self._units[:, None])
+        last = (self._units[:, None] + _LAST_IN_BLOCK).astype(np.float32)
+        weights = _weights(np.minimum(self._t_of_all, last), self._units[:, None])
         weights[self._units >= _LAST_UNIT] = 0
         self._weights = weights
         self._limit(limits)

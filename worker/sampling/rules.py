@@ -90,7 +90,7 @@ class TokenRules:
             return None
         allowed = self._allowed
         if row.allowed is not None:
-            words: Words = np.ascontiguousarray(np.asarray(row.allowed).reshape(-1)).view(np.uint32)
+            words: Words = np.asarray(row.allowed).ravel().view(np.uint32)
             allowed = words if allowed is None else words[: len(allowed)] & allowed[: len(words)]
         repeated, lowered = (_NO_IDS, _NO_IDS), (_NO_IDS, _NO_VALUES)
         if self._counts:
@@ -101,8 +101,8 @@ class TokenRules:
         forbidden = _NO_IDS
         if self._last_ids:
             heads = (row.last_output_ids(length) for length in self._head_lengths)
-            last_ids = [token_id for head in heads for token_id in self._last_ids.get(head, ())]
-            forbidden = _as_array(_distinct(last_ids, self.vocab_size))
+            last_ids = {token_id for head in heads for token_id in self._last_ids.get(head, ())}
+            forbidden = array("i", [token_id for token_id in last_ids if 0 <= token_id < self.vocab_size])
         return Edits(allowed, repeated, lowered, self._biased, forbidden, self._stops if needs_more else _NO_IDS)
 
     def penalty_of(self, count: int) -> float:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.contracts.step import NonFinite, NoTokenLeft, SampledToken, SamplingRow
-from worker.kernels.cpu import LIMITS, SAMPLING_ROW, UNIFORM_BITS, kernels_for, sampling_kernels_for
+from worker.kernels.cpu import EDITS, LIMITS, SAMPLING_ROW, UNIFORM_BITS, kernels_for, sampling_kernels_for
 from worker.kernels.device import to_device, to_host
 from worker.sampling.reference import draw
 from worker.sampling.rules import FORBIDDEN, Edits, TokenRules
@@ -109,7 +109,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[
     """
     vocab_size = logits.shape[1]
     rules, edits = edits_of(rows, eos_token_ids, vocab_size)
-    is_ruled = any(edit is not None for edit in edits)
+    is_ruled = any(edits)
     random = [index for index, row in enumerate(rows) if not row.params.greedy]
     kernels = sampling_kernels_for(logits.device)
     best_logits: tuple[Tensor, ...]
@@ -157,20 +157,30 @@ def _table(
     table["logits"] = floats.data_ptr() + floats.stride(0) * floats.element_size() * np.arange(len(rows))
     table["limits"] = np.frombuffer(b"".join([rule.limits for rule in rules]), LIMITS)
     table["uniform"] = [0 if row.params.greedy else uniform(row.seed, row.position) for row in rows]
-    for record, edit in zip(table, edits, strict=True):
-        if edit is None:
-            continue
-        if edit.allowed is not None:
-            record["allowed"], record["num_allowed"] = edit.allowed.ctypes.data, 32 * len(edit.allowed)
-        record["repeated"][0], record["repeated"][1] = map(_address, edit.repeated)
-        record["lowered"], record["biased"] = _address(*edit.lowered), _address(*edit.biased)
-        record["forbidden"], record["stops"] = _address(edit.forbidden), _address(edit.stops)
+    if any(edits):
+        packed = b"".join([_NO_EDITS if edit is None else _packed(edit) for edit in edits])
+        table["edits"] = np.frombuffer(packed, SAMPLING_ROW["edits"])
     return table
 
 
-def _address(ids: array[int], values: array[float] | None = None) -> tuple[int, int, int]:
-    address, count = ids.buffer_info()
-    return address, 0 if values is None else values.buffer_info()[0], count
+_NO_EDITS: Final = bytes(EDITS.size)
+
+
+def _packed(edit: Edits) -> bytes:
+    """Return addresses and counts of the lists."""
+    words = edit.allowed
+    mask = (0, 0) if words is None else (words.__array_interface__["data"][0], 32 * len(words))
+    prompt, new = [ids.buffer_info() for ids in edit.repeated]
+    (lowered, penalties), (biased, biases) = [
+        (ids.buffer_info(), values.buffer_info()[0]) for ids, values in (edit.lowered, edit.biased)
+    ]
+    forbidden, stops = edit.forbidden.buffer_info(), edit.stops.buffer_info()
+    return EDITS.pack(
+        *mask,
+        *(prompt[0], 0, prompt[1], new[0], 0, new[1]),
+        *(lowered[0], penalties, lowered[1], biased[0], biases, biased[1]),
+        *(forbidden[0], 0, forbidden[1], stops[0], 0, stops[1]),
+    )
 
 
 def token_logprobs(

@@ -67,3 +67,28 @@ def random_rows(vocab_size: int, num_rows: int, seed: int = 0) -> list[SamplingR
         )
         for _ in range(num_rows)
     ]
+
+
+def exactly_kept(logits: NDArray[np.float32], params: SamplingParams, slack: float = 0.0) -> NDArray[np.bool_]:
+    """Return which tokens are kept, in float64 and by sorting, with shares that are larger by `slack`."""
+    x = logits.astype(np.float64) / params.temperature
+    kept = x > -np.inf
+    if 0 < params.top_k < kept.sum():
+        kept &= x >= np.sort(x)[-params.top_k]
+    shares = np.where(kept, np.exp(x - x.max()), 0.0)
+    if params.top_p < 1:
+        kept &= x >= _last(x, -x, shares, params.top_p + slack)
+    if params.min_p > 0:
+        kept &= x >= x.max() + np.log(params.min_p)
+    if params.typical_p < 1:
+        shares = np.where(kept, shares, 0.0) / shares[kept].sum()
+        surprise = -np.log(np.where(shares > 0, shares, 1.0))
+        distance = np.where(kept, np.abs(surprise - (shares * surprise).sum()), np.inf)
+        kept &= distance <= _last(distance, distance, shares, params.typical_p + slack)
+    return kept
+
+
+def _last(values: NDArray[np.float64], keys: NDArray[np.float64], shares: NDArray[np.float64], share: float) -> float:
+    order = np.argsort(keys, kind="stable")
+    cumulated = shares[order].cumsum()
+    return float(values[order[min(np.searchsorted(cumulated, share * cumulated[-1]), len(order) - 1)]])

@@ -48,7 +48,7 @@ def kept(logits: Tensor, **params: Any) -> set[int]:
     """Return the token ids that the limits keep."""
     rules = TokenRules(SamplingParams(max_tokens=1, **params), (), EOS, len(logits))
     limits = np.frombuffer(rules.limits, LIMITS)[0]
-    return set(reference._Draw(logits.numpy(), limits).kept.reshape(-1).nonzero()[0].tolist())
+    return set(reference.Draw(logits.numpy(), limits).kept.reshape(-1).nonzero()[0].tolist())
 
 
 def logits_of(*probabilities: float) -> Tensor:
