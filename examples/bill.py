@@ -1,12 +1,14 @@
 """Bill tenants by usage logs: tokens at list prices, next to the worker time that they took and that caching saved."""
 
+import argparse
 import json
-import sys
 from collections import Counter, defaultdict
 
 PRICES = {"uncached": 0.50, "cached": 0.05, "output": 2.00}  # for a million tokens
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("logs", nargs="+", help="files of `headstart gateway --usage-log`")
 used = defaultdict(Counter)
-for path in sys.argv[1:]:
+for path in parser.parse_args().logs:
     with open(path) as log:
         for line in log:
             try:
@@ -20,9 +22,13 @@ for path in sys.argv[1:]:
             amounts["output"] = request["output_tokens"]
             seconds = {name: request[name] for name in ("prefill_s", "prefill_saved_s", "block_s")}
             used[request["tenant"], request["key"], request["model"]].update(amounts | seconds)
-for (tenant, key, model), sums in sorted(used.items()):
+rows = [("tenant", "key", "model", "cost", "prefill s", "saved s", "block-s")]
+for owner, sums in sorted(used.items()):
     cost = sum(price * sums[name] / 1e6 for name, price in PRICES.items())
-    times = (
-        f"{sums['prefill_s']:.1f} s of prefill, {sums['prefill_saved_s']:.1f} s saved, {sums['block_s']:.0f} block-s"
-    )
-    print(f"{tenant:12} {key:12} {model:12} {cost:10.4f}   {times}")
+    times = f"{sums['prefill_s']:.1f}", f"{sums['prefill_saved_s']:.1f}", f"{sums['block_s']:.0f}"
+    rows.append((*owner, f"{cost:.4f}", *times))
+widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+for row in rows:
+    texts = [f"{text:{width}}" for text, width in zip(row[:3], widths[:3], strict=True)]
+    texts += [f"{text:>{width}}" for text, width in zip(row[3:], widths[3:], strict=True)]
+    print("  ".join(texts))

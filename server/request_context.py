@@ -116,6 +116,11 @@ class RequestContext:
     unsampled: Mapping[str, str] = field(default_factory=dict)
     """A trace context that is not sampled, for workers: without it they would begin their own trace."""
 
+    def name_model(self, name: str) -> None:
+        """Note the model in the account, as soon as it is known: a refusal may follow."""
+        if self.account is not None:
+            self.account.model = name
+
     @property
     def request_id(self) -> str:
         return self.client_id or f"req_{self.unique_id}"

@@ -181,7 +181,6 @@ class GenerateEndpoint(ABC):
         finally:
             services.preparing.discard(guard)
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
-        account.model = request.specs[0].model.name
         begin = partial(self._generations, deadline_s=deadline_s, hints=hints)
         response = ResponseStream(await begin(request), deadline_s)
         if services.stopping.is_set():
@@ -230,11 +229,13 @@ class GenerateEndpoint(ABC):
 
     def _known_model(self, name: str, identity: Identity) -> ServedModel:
         try:
-            return self._models.readable(name, identity)
+            model = self._models.readable(name, identity)
         except NotFoundError:
             if not self._models.names():
                 raise UnavailableError("No worker is ready yet.", retry_after_s=2.0) from None
             raise
+        CURRENT.get().name_model(model.name)
+        return model
 
     async def _respond(self, answer: Answer, more: Headers, scope: Scope, send: Send) -> None:
         response = answer.response

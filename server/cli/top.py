@@ -31,6 +31,7 @@ SILENT_S: Final = 5.0
 MAX_EVENT_BYTES: Final = 8 << 20  # an event lists all workers: aiohttp's 64 KiB are too few for a large fleet
 PLAIN_COLUMNS: Final = 160  # a pipe has no width of its own
 MAX_DECISIONS: Final = 50  # more rows than a screen has
+LATE_S: Final = 2.0  # a lease lasts 6 s and is renewed each second or sooner
 NUM_FIXED_LINES: Final = 15  # other than rows: the head, table headings and blank lines
 _BAR: Final = 12  # characters
 _STATES: Final = {
@@ -38,7 +39,7 @@ _STATES: Final = {
     "draining": "yellow",
     **dict.fromkeys(("broken", "refused", "dead", "unreachable"), "red"),
 }
-_NUMBERS: Final = ("RUN", "WAIT", "BLOCKS", "HITS", "PREFILL", "QUEUED", "LEASE")
+_NUMBERS: Final = ("RUN", "WAIT", "BLOCKS", "HITS", "PREFILL", "QUEUED")
 
 
 class View:
@@ -107,7 +108,7 @@ def picture(view: View, height: int | None = None, problem: str = "") -> Group:
         num_decisions = max(1, rows - num_workers - num_prefixes)
     return Group(
         *_head(view, problem),
-        *_workers(workers, num_workers, snapshot["workers_needed"]),
+        *_workers(workers, num_workers, snapshot),
         line("\nCHANGES, latest first", "bold"),
         _grid(map(_change, changes[:num_changes])),
         line(f"\nDECISIONS, latest first{', a sample' if sampled else ''}", "bold"),
@@ -155,7 +156,7 @@ def index_state(index: dict[str, Any]) -> tuple[str, str]:
     return f"healthy: hits predicted for the last {index['num_requests']} requests have {', '.join(ratios)}", "green"
 
 
-def _workers(workers: Sequence[dict[str, Any]], num_shown: int, needed: dict[str, int]) -> list[RenderableType]:
+def _workers(workers: Sequence[dict[str, Any]], num_shown: int, snapshot: dict[str, Any]) -> list[RenderableType]:
     if not workers:
         return [line("no worker yet: start one with `headstart worker --redis URL`", "yellow")]
     serving = sum(worker["state"] == "serving" for worker in workers)
@@ -165,18 +166,26 @@ def _workers(workers: Sequence[dict[str, Any]], num_shown: int, needed: dict[str
         workers = sorted(workers, key=lambda worker: worker["state"] == "serving")
     for worker in workers[:num_shown]:
         load = worker["load"] or {}
-        used = f"{load['blocks'] - load['free_blocks']:,}/{load['blocks']:,}" if load else "-"
-        left_s = worker["lease_left_s"]
-        cells = [number(load.get("running")), number(load.get("waiting")), used, number(worker["hit_rate"], ".0%")]
-        cells.append(number(load.get("prefill_tokens_per_s") or None, ",.0f", "/s"))
+        held = f"{num_held(worker):,}/{load['blocks']:,}" if load.get("blocks") else "-"
+        cells = [number(load.get("running")), number(load.get("waiting")), held, number(worker["hit_rate"], ".0%")]
+        cells.append(number(load.get("prefill_tokens_per_s") or None, ",.4g", "/s"))
         cells.append(number(load.get("queued_s"), ".3f", " s"))
-        cells.append("over" if left_s is not None and left_s <= 0 else number(left_s, ".1f", " s"))
-        state = line(worker["state"], _STATES.get(worker["state"], "dim"))
+        left_s = worker["lease_left_s"]
+        late = f", lease {max(0.0, left_s):.1f} s" if left_s is not None and left_s < LATE_S else ""
+        state = line(worker["state"] + late, _STATES.get(worker["state"], "dim"))
         table.add_row(line(worker["worker"]), state, *map(line, cells))
-    wanted = ", ".join(f"{model} {number:,}" for model, number in needed.items())
-    needs = f"   needed for the objective: {wanted}" if wanted else ""
+    wanted = ", ".join(f"{model} {number:,}" for model, number in snapshot["workers_needed"].items())
+    needs = f"   needed for waits of at most {snapshot['objective_s']:g} s: {wanted}" if wanted else ""
     head = line(f"{serving} of {len(workers)} workers serving {models}{needs}", "dim")
     return [head, table, *([line(f"and {num_more} more", "dim")] if num_more else [])]
+
+
+def num_held(worker: dict[str, Any]) -> int:
+    """Return the blocks that requests use or that are cached, as the dashboard counts them."""
+    load = worker["load"]
+    used, free, published = load["blocks"] - load["free_blocks"], load["free_blocks"], worker["published_blocks"] or 0
+    held: int = used + max(0, min(free, published - used))  # they are reported at different times
+    return held
 
 
 def _change(change: dict[str, Any]) -> list[Text]:

@@ -106,8 +106,8 @@ class OpsApi:
         return Response(generate_latest(self.overview.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def workers(self, request: Request) -> Response:
-        """Return every live worker with its last report to this gateway."""
-        return json_response(self.overview.workers())
+        """Return every live worker with its last report to this gateway; `?digests=1`: with those of its prompts."""
+        return json_response(self.overview.workers(with_digests=request.query_params.get("digests") == "1"))
 
     async def index(self, request: Request) -> Response:
         """Read the registry from Redis: blocks, lease and load of every worker."""

@@ -216,6 +216,7 @@ class Feed:
             "index": overview.index_state(),
             "workers": rows,
             "workers_needed": overview.workers_needed(),
+            "objective_s": overview.needs.objective_s,
         }
         self._send_latest("snapshot", snapshot)
 

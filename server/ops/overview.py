@@ -56,8 +56,11 @@ class Overview(Collector):
     def fleet(self) -> Fleet:
         return self.router.fleet
 
-    def workers(self) -> dict[str, Any]:
-        """Return every live worker, with its registration, state and last reported load, and the refused ones."""
+    def workers(self, *, with_digests: bool = False) -> dict[str, Any]:
+        """Return every live worker, with its registration, state and last reported load, and the refused ones.
+
+        Without `chat_probes`, a digest for each class of prompts, unless they are asked for.
+        """
         workers, broken = [], self.fleet.broken()
         for each in self._live_workers():
             state, reason = self._state(each, broken)
@@ -67,6 +70,8 @@ class Overview(Collector):
         for url, member, reason in self.fleet.refused():
             about = {"worker_id": "", "epoch": "", "url": url} if member is None else asdict(member)
             workers.append({**about, "load": None, "state": _refusal_state(member), "reason": reason})
+        for row in () if with_digests else workers:
+            row.pop("chat_probes", None)
         return {"workers": workers, "index": self._index_health()}
 
     def _state(self, candidate: Candidate, broken: Container[WorkerId]) -> tuple[str, str]:

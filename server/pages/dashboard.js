@@ -9,7 +9,7 @@ import { askForKey, headers } from "./key.js";
 import { Prefixes } from "./prefixes.js";
 import { readEvents } from "./sse.js";
 import { Tiles, indexState } from "./tiles.js";
-import { showUsage } from "./usage.js";
+import { Usage } from "./usage.js";
 import { Workers } from "./workers.js";
 
 const SILENT_MS = 4000;
@@ -29,6 +29,7 @@ const workers = new Workers(announce, warn);
 const decisions = new Decisions((name) => workers.flash(name));
 const prefixes = new Prefixes();
 const changes = new Changes();
+const usage = new Usage();
 
 const on = {
   hello(hello) {
@@ -41,7 +42,7 @@ const on = {
   snapshot(snapshot) {
     offer(new Set(snapshot.workers.map((worker) => worker.model)));
     tiles.show(snapshot.at, snapshot.traffic, snapshot.index);
-    workers.show(snapshot.workers, snapshot.workers_needed);
+    workers.show(snapshot.workers, snapshot.workers_needed, snapshot.objective_s);
     changes.judge(snapshot, indexState(snapshot.index));
     decisions.setRate(snapshot.traffic.decisions_per_s);
     if (snapshot.draining) link("Draining", "warn");
@@ -54,7 +55,7 @@ const on = {
   },
   prefixes(tree) {
     prefixes.show(tree);
-    showUsage(tree.usage);
+    usage.show(tree.usage);
   },
 };
 
@@ -118,4 +119,4 @@ addEventListener("hashchange", findNamed);
 findNamed();
 byId("key").addEventListener("click", () => askForKey());
 run();
-new Day().run();
+new Day((reasons) => usage.count(reasons), (id) => decisions.find(id)).run();

@@ -1,4 +1,4 @@
-// The last day of this gateway: four charts of 60 columns, their sums as a sentence, and errors by reason.
+// The last day of this gateway: four charts of 60 columns, their sums as a sentence, and who had no answer.
 
 import { byId, h, setText } from "./dom.js";
 import { onFilter, shows } from "./filter.js";
@@ -27,8 +27,10 @@ const CHARTS = {
 };
 
 export class Day {
-  constructor() {
+  constructor(onReasons, onRequest) {
     this.hours = 1;
+    this.onReasons = onReasons;
+    this.onRequest = onRequest;
     onFilter(() => this.draw());
     for (const button of byId("day-hours").querySelectorAll("button"))
       button.addEventListener("click", () => this.choose(button));
@@ -45,6 +47,7 @@ export class Day {
     for (;;) {
       try {
         this.report = await callOps("history");
+        this.onReasons(this.report.reasons);
         this.draw();
       } catch {
         setText(byId("day-text"), "The gateway does not answer.");
@@ -70,20 +73,40 @@ export class Day {
     for (const [id, chart] of Object.entries(CHARTS)) bars(byId(id), columns, times, chart, bounds);
     setText(byId("day-text"), sentence(all, this.hours));
     for (const from of document.querySelectorAll(".day-from")) setText(from, minute(times[0]));
-    showErrors(all.errors, this.hours);
+    this.showErrors();
+  }
+
+  /** Shows who had no answer: reasons with a request in the time that is shown. */
+  showErrors() {
+    const since = this.report.now - this.hours * 3600;
+    const reasons = this.report.reasons.filter((each) => each.last_at >= since && shows(each.model));
+    const row = (each) => {
+      const open = { class: "button small plain mono", type: "button", title: `Show ${each.last_id}`, onclick: () => this.onRequest(each.last_id) };
+      return h(
+        "tr",
+        {},
+        h("td", {}, each.reason, h("span", { class: "muted" }, each.model ? ` ${each.model}` : "")),
+        h("td", {}, [each.tenant, each.key].filter(Boolean).join(", ") || "no valid key"),
+        h("td", { class: "number" }, count(each.requests)),
+        h("td", {}, h("button", open, minute(each.last_at))),
+      );
+    };
+    byId("errors").replaceChildren(...reasons.map(row));
+    byId("errors-table").hidden = !reasons.length;
+    byId("errors-empty").hidden = reasons.length > 0;
+    setText(byId("errors-time"), `${time(this.hours)}; numbers since the start`);
   }
 }
 
+const WORDS = { wrong: "bad requests of clients", left: "left by their clients" };
 const NO_SUMS = ["at", "model", "errors", "first_tokens"];
 const empty = (names) => ({
   ...Object.fromEntries(names.filter((name) => !NO_SUMS.includes(name)).map((name) => [name, 0])),
-  errors: {},
   first_tokens: [],
 });
 
 function add(sums, row) {
   for (const name of Object.keys(sums)) if (typeof sums[name] === "number") sums[name] += row[name];
-  for (const [reason, number] of Object.entries(row.errors)) sums.errors[reason] = (sums.errors[reason] ?? 0) + number;
   row.first_tokens.forEach((number, index) => {
     sums.first_tokens[index] = (sums.first_tokens[index] ?? 0) + number;
   });
@@ -103,17 +126,8 @@ function within(part, counts, bounds) {
 
 const time = (hours) => (hours === 1 ? "in the last hour" : `in the last ${hours} hours`);
 
-function showErrors(errors, hours) {
-  const reasons = Object.entries(errors).sort(([, one], [, other]) => other - one);
-  const cell = ([reason, number]) => h("tr", {}, h("td", {}, reason), h("td", { class: "number" }, count(number)));
-  byId("errors").replaceChildren(...reasons.map(cell));
-  byId("errors-table").hidden = !reasons.length;
-  byId("errors-empty").hidden = reasons.length > 0;
-  setText(byId("errors-time"), time(hours));
-}
-
 /** Returns the requests that neither had an answer nor are to blame on the fleet, where there are any. */
-const others = (sums) => ["wrong", "left"].map((name) => (sums[name] ? `, ${count(sums[name])} ${name}` : "")).join("");
+const others = (sums) => ["wrong", "left"].map((name) => (sums[name] ? `, ${count(sums[name])} ${WORDS[name]}` : "")).join("");
 
 function sentence(sums, hours) {
   const number = requests(sums);
@@ -138,7 +152,7 @@ function bars(svg, columns, times, { parts, of, show }, bounds) {
   const groups = values.map((stack, index) => {
     const group = document.createElementNS(SVG, "g");
     const title = group.appendChild(document.createElementNS(SVG, "title"));
-    title.textContent = `${minute(times[index])}: ${parts.map((part, at) => `${show(stack[at])} ${part}`).join(", ")}`;
+    title.textContent = `${minute(times[index])}: ${parts.map((part, at) => `${show(stack[at])} ${WORDS[part] ?? part}`).join(", ")}`;
     let y = HEIGHT;
     stack.forEach((value, at) => {
       const height = (HEIGHT * value) / top;

@@ -4,11 +4,11 @@ import { byId, setAttribute, setText } from "./dom.js";
 import { NONE, count, percent, plural, rate, seconds } from "./format.js";
 import { Spark } from "./spark.js";
 
-const SPARKS = { "hit-spark": "hit_rate", "ttft-spark": "ttft_p50_s", "tokens-spark": "output_tokens_per_s", "open-spark": "in_flight" };
+const SPARKS = { "hit-spark": ["hit_rate", percent], "ttft-spark": ["ttft_p50_s", seconds], "tokens-spark": ["output_tokens_per_s", rate], "open-spark": ["in_flight", count] };
 
 export class Tiles {
   constructor() {
-    this.sparks = Object.entries(SPARKS).map(([id, column]) => [new Spark(byId(id)), column]);
+    this.sparks = Object.entries(SPARKS).map(([id, [column, show]]) => [new Spark(byId(id), show), column]);
   }
 
   begin(history) {

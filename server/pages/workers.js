@@ -6,6 +6,7 @@ import { NONE, clock, count, percent, plural, rate, seconds } from "./format.js"
 import { callOps } from "./key.js";
 
 const FLASH_MS = 500;
+const LATE_S = 2;
 const TONES = { serving: "good", standby: "", learning: "", draining: "warn", broken: "bad", refused: "bad", unreachable: "bad", joining: "", dead: "bad", left: "" };
 const WORDS = { serving: "Serving", standby: "Standby", learning: "Learning", draining: "Draining", broken: "Failing", refused: "Refused", unreachable: "Not reached", joining: "Joining", dead: "Dead", left: "Left" };
 const ABSENT = ["joining", "dead", "left", "refused", "unreachable"];
@@ -28,12 +29,13 @@ export class Workers {
     this.warn = warn;
     this.rows = new Map();
     this.first = true;
-    onFilter(() => this.show(this.all, this.needed));
+    onFilter(() => this.show(this.all, this.needed, this.objectiveS));
   }
 
-  show(all, needed) {
+  show(all, needed, objectiveS) {
     this.all = all;
     this.needed = needed;
+    this.objectiveS = objectiveS;
     const workers = all.filter((worker) => shows(worker.model));
     const body = byId("workers");
     const seen = new Set();
@@ -61,7 +63,7 @@ export class Workers {
     const serving = workers.filter((worker) => worker.state === "serving").length;
     const model = models.size === 1 ? [...models][0] : plural(models.size, "model");
     const numbers = Object.entries(needed).filter(([name]) => shows(name)).map(([name, number]) => (models.size === 1 ? count(number) : `${name} ${count(number)}`));
-    const wanted = numbers.length ? `, needed for the objective: ${numbers.join(", ")}` : "";
+    const wanted = numbers.length ? `, needed for waits of at most ${count(this.objectiveS)}\u202fs: ${numbers.join(", ")}` : "";
     setText(byId("workers-count"), workers.length ? `${serving} of ${workers.length} serving ${model}${wanted}` : "");
     byId("workers-empty").hidden = workers.length > 0;
     byId("workers").parentElement.hidden = workers.length === 0;
@@ -118,7 +120,6 @@ class Row {
       hits: number("Cache hits"),
       prefill: number("Prefill"),
       queued: number("Queued"),
-      lease: number("Lease"),
     };
     this.buttons = ["drain", "purge"].map((action) =>
       h(
@@ -138,7 +139,6 @@ class Row {
       this.cells.hits,
       this.cells.prefill,
       this.cells.queued,
-      this.cells.lease,
       cell({}, h("span", { class: "actions" }, ...this.buttons)),
     );
   }
@@ -149,9 +149,11 @@ class Row {
     setAttribute(this.element, "class", this.element.classList.contains("flash") ? `${worker.state} flash` : worker.state);
     setAttribute(this.dot, "class", `dot ${TONES[worker.state]}`);
     setText(this.word, WORDS[worker.state]);
+    const late = lease(worker.lease_left_s);
     const isSteady = worker.state === "serving";
-    this.more.hidden = isSteady;
-    setText(this.more, isSteady ? "" : `since ${clock(worker.since)}${worker.reason ? `: ${worker.reason}` : ""}`);
+    const since = isSteady ? "" : `since ${clock(worker.since)}${worker.reason ? `: ${worker.reason}` : ""}`;
+    this.more.hidden = isSteady && !late;
+    setText(this.more, [since, late].filter(Boolean).join(", "));
     setAttribute(this.word, "title", `since ${clock(worker.since)}`);
     setText(this.numerics, (oneModel ? worker.numerics : worker.model) ?? "");
     setAttribute(this.numerics, "title", `${worker.model}, ${worker.numerics ?? "unknown"}, revision ${worker.revision ?? "not learnt"}, ${worker.url}, epoch ${worker.epoch}`);
@@ -160,7 +162,6 @@ class Row {
     setText(this.cells.hits, percent(worker.hit_rate));
     setText(this.cells.prefill, load?.prefill_tokens_per_s ? `${rate(load.prefill_tokens_per_s)} tok/s` : NONE);
     setText(this.cells.queued, load ? seconds(load.queued_s) : NONE);
-    setText(this.cells.lease, lease(worker.lease_left_s));
     this.showBlocks(worker, load);
     const [drain, purge] = this.buttons;
     purge.disabled = ABSENT.includes(worker.state);
@@ -184,8 +185,8 @@ class Row {
   }
 }
 
-/** Returns the time left of the lease. */
+/** Returns what is left of a lease that is late; it lasts 6 s and is renewed each second or sooner. */
 function lease(leftS) {
-  if (leftS === null) return NONE;
-  return leftS > 0 ? `${leftS.toFixed(1)}\u202fs left` : "over";
+  if (leftS === null || leftS >= LATE_S) return "";
+  return leftS > 0 ? `lease ${leftS.toFixed(1)}\u202fs left` : "lease over";
 }

@@ -35,7 +35,7 @@ class WorkersNeeded:
     """One gateway's estimates, by model. Owned by the event loop."""
 
     def __init__(self, objective_s: float, clock: Callable[[], float]) -> None:
-        self._objective_s = objective_s
+        self.objective_s = objective_s
         self._clock = clock
         self._models = defaultdict[str, _Model](lambda: _Model(clock()))
 
@@ -63,7 +63,7 @@ class WorkersNeeded:
             return
         offered = known.offered.at(now_s, 1e-9) or 0.0
         queued_s = held_s + sum(sum(load.queued_prefill_s.values()) for load in loads)
-        busy = offered + max(0.0, queued_s - offered * self._objective_s) / _DRAIN_S
+        busy = offered + max(0.0, queued_s - offered * self.objective_s) / _DRAIN_S
         staying = [load for load in loads if not load.draining]
         used = sum(max(0.0, 1.0 - load.num_free_blocks / load.num_blocks) for load in staying if load.num_blocks)
         number = max(1, math.ceil(busy + SPREAD * math.sqrt(busy)), math.ceil(used / _MAX_POOL_USE))

@@ -38,8 +38,10 @@ class DayHistory:
         self._minutes: deque[tuple[int, defaultdict[str, _Row]]] = deque(maxlen=MINUTES)
         self.turned_away = Counter[tuple[str, str]]()
         """Requests since the start that were refused or failed: which of these, and the error's code and tenant."""
+        self._reasons: dict[tuple[str, ...], tuple[int, float, str]] = {}
+        """Requests without an answer by outcome, code, tenant, key and model: their number, and the last one."""
 
-    def add(self, status: int, error: str, account: Account | None, tenant: str = "") -> None:
+    def add(self, status: int, error: str, account: Account | None, tenant: str = "", request_id: str = "") -> None:
         """Count a request that has ended. `account`: None for one that reached no route of a model."""
         minute = int(self._clock() // 60)
         if not self._minutes or self._minutes[-1][0] != minute:
@@ -49,6 +51,11 @@ class DayHistory:
         row.sums[result] += 1
         if error:
             row.errors[error] += 1
+            who = result, error, tenant, *(("", "") if account is None else (account.key, account.model))
+            number, *_ = self._reasons.pop(who, (0,))
+            if len(self._reasons) >= MAX_NAMED:
+                del self._reasons[next(iter(self._reasons))]  # the one that ended longest ago
+            self._reasons[who] = number + 1, self._clock(), request_id
         if result in ("refused", "failed"):
             named = result, f"{error}, tenant {tenant}" if tenant else error
             is_known = named in self.turned_away or len(self.turned_away) < MAX_NAMED
@@ -73,7 +80,10 @@ class DayHistory:
             for model, row in list(models.items())
         ]
         columns = ("at", "model", *COLUMNS, "errors", "first_tokens")
-        return {"now": self._clock(), "columns": columns, "first_token_bounds_s": LATENCY_S, "rows": rows}
+        names = ("outcome", "reason", "tenant", "key", "model", "requests", "last_at", "last_id")
+        reasons = [dict(zip(names, (*who, *last), strict=True)) for who, last in list(self._reasons.items())[::-1]]
+        bounds = {"first_token_bounds_s": LATENCY_S}
+        return {"now": self._clock(), "columns": columns, **bounds, "rows": rows, "reasons": reasons}
 
 
 def outcome(status: int, *, finished: bool) -> str:

@@ -85,7 +85,7 @@ def test_a_clock_that_was_set_back_hides_no_other_minute(browser: Any) -> None:
     sums = ["answered", "wrong", "refused", "failed", "left", "prompt_tokens", "cached_tokens", "output_tokens"]
     columns = ["at", "model", *sums, "queue_s", "wire_s", "prefill_s", "prefill_saved_s", "errors", "first_tokens"]
     rows = [[at, "m", 1, *[0] * 11, {}, []] for at in (6000, 7200)]
-    report = {"now": 6030.0, "columns": columns, "first_token_bounds_s": [], "rows": rows}
+    report = {"now": 6030.0, "columns": columns, "first_token_bounds_s": [], "rows": rows, "reasons": []}
     page = Scripted(browser, "dashboard", {"history": {"json": report}}).page
     page.locator("#day-text", has_text="1 request,").wait_for(timeout=5000)
 

@@ -221,6 +221,7 @@ class EngineTexts:
             return None
         if not self._models.engine_writes(path, model):
             return None
+        CURRENT.get().name_model(model.name)
         rules = self._config if {path, IMAGES} <= model.facts.capabilities and path == CHAT_PATH else None
         request, intent, ignored, prefix = None, None, "", _PREFIXES[path]
         if dialect is not None:

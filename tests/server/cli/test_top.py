@@ -46,7 +46,8 @@ def worker(name: str, state: str = "serving") -> dict[str, Any]:
     load |= {"free_blocks": 40, "age_s": 0.0}
     lost = state == "dead"
     return {"worker": name, "model": "m", "state": state, "hit_rate": 0.5, "lease_left_s": 4.2} | {
-        "load": None if lost else load
+        "load": None if lost else load,
+        "published_blocks": 70,
     }
 
 
@@ -70,7 +71,8 @@ def view(*workers: dict[str, Any]) -> View:
     index = {**INDEX, "shards": [SHARD]}
     seen.update(
         "snapshot",
-        {"at": 0.0, "draining": False, "traffic": TRAFFIC, "index": index, "workers": workers} | {"workers_needed": {}},
+        {"at": 0.0, "draining": False, "traffic": TRAFFIC, "index": index, "workers": workers}
+        | {"workers_needed": {"m": 3}, "objective_s": 3.0},
     )
     tree = [prefix(48, 1, "w0", "w1", num_workers=9), prefix(96, 2, "w1")]
     seen.update("prefixes", {"prefixes": tree})
@@ -95,6 +97,15 @@ def test_a_dead_worker_is_shown_on_every_terminal(columns: int, height: int) -> 
     if height >= 24:
         assert len(shown) <= height
         assert "HOTTEST" in "".join(shown)
+
+
+def test_blocks_and_leases_are_those_of_the_dashboard() -> None:
+    """Cached blocks count as held, a lease shows where it is late, and the objective has its number."""
+    late = worker("w1") | {"lease_left_s": 1.5}
+    text = drawn(view(worker("w0"), late))
+    assert "70/100" in text
+    assert text.count("lease") == text.count("serving, lease 1.5 s") == 1
+    assert "needed for waits of at most 3 s: m 3" in text
 
 
 def test_a_name_cannot_command_the_terminal() -> None:

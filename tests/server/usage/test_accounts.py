@@ -188,15 +188,17 @@ async def test_refused_and_failed_requests_have_lines(worker: ScriptedWorker, lo
         worker.behave = script_of(Started(2), Failed("internal", "it broke", retryable=False))
         assert (await post(target.url, chat(), **AUTH))[0] == 500
         assert (await post(target.url, chat(max_tokens=-1), **AUTH))[0] == 400
+        assert (await post(target.url, chat(max_tokens=1_000_000), **AUTH))[0] == 400
         assert (await post(target.url, chat(model="none"), **AUTH))[0] == 404
         assert (await post(target.url, chat(), authorization="Bearer wrong"))[0] == 401
         worker.behave = script_of(then=Refuse(429, "queue_full"))
         assert (await post(target.url, chat(max_tokens=7), **AUTH))[0] == 429
-    failed, invalid, unknown, refused = logged.lines()
+    failed, invalid, too_long, unknown, refused = logged.lines()
     assert (refused["status"], refused["prompt_tokens"], refused["queue_s"] > 0) == (429, 0, True)
     assert (failed["status"], failed["prompt_tokens"]) == (500, len(worker.received[0].prompt_ids))
     assert failed["cached_tokens"] == {"pool": 2}
     assert (invalid["status"], invalid["model"], invalid["num_prompts"]) == (400, "", 0)
+    assert (too_long["error"], too_long["model"]) == ("context_length_exceeded", failed["model"])
     assert (unknown["status"], unknown["key"]) == (404, "notebook")
     assert not any(line["finished"] for line in logged.lines())
 
@@ -287,4 +289,8 @@ def test_the_example_bills_what_was_answered(tmp_path: Path) -> None:
     path.write_text("\n".join([*map(json.dumps, lines), '{"tenant": "tw']))
     command = [sys.executable, str(ROOT / "examples" / "bill.py"), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
-    assert done.stdout.split()[:6] == ["one", "k", "tiny", "6.1000", "8.0", "s"]
+    head, row = done.stdout.splitlines()
+    assert row.split() == ["one", "k", "tiny", "6.1000", "8.0", "4.0", "14"]
+    assert head.index("cost") + len("cost") == row.index("6.1000") + len("6.1000")
+    helped = subprocess.run([*command[:2], "--help"], capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert "Bill tenants" in helped.stdout

@@ -63,6 +63,24 @@ def test_who_was_turned_away_is_named() -> None:
     assert len(day.turned_away) == MAX_NAMED + 1
 
 
+def test_who_had_no_answer_is_named_with_the_last_request() -> None:
+    now_s = 60.0
+    day = DayHistory(clock=lambda: now_s)
+    day.add(400, "context_length_exceeded", account(400), "t", "req_1")
+    day.add(429, "queue_full", None, "t", "req_2")
+    now_s = 90.0
+    day.add(400, "context_length_exceeded", account(400), "t", "req_3")
+    last, first = day.report()["reasons"]
+    assert last == {
+        **{"outcome": "wrong", "reason": "context_length_exceeded", "tenant": "t", "key": "k", "model": "m"},
+        **{"requests": 2, "last_at": 90.0, "last_id": "req_3"},
+    }
+    assert (first["outcome"], first["key"], first["model"], first["last_id"]) == ("refused", "", "", "req_2")
+    for number in range(MAX_NAMED + 5):
+        day.add(400, "bad", None, f"t{number}", "req_4")
+    assert len(day.report()["reasons"]) == MAX_NAMED
+
+
 def test_a_minute_of_yesterday_is_forgotten() -> None:
     now_s = 0.0
     day = DayHistory(clock=lambda: now_s)
