@@ -1,7 +1,7 @@
 """The Grafana dashboard, from tools/dashboard.toml, into helm/headstart/files/: `python tools/dashboard.py [--check]`.
 
-A query is an expression and its legend. Expressions are PromQL, with `{{}}` for the selection of the namespace, and
-these calls:
+A query is an expression and its legend. Expressions are PromQL, with `{{}}` for the selection by the board's variables,
+`{{label="value"}}` for more, and these calls:
 
     rate(NAME, LABELS)           a counter's rate, by these labels; all labels are optional
     mean(NAME, LABELS)           a histogram's mean
@@ -25,11 +25,22 @@ ROOT: Final = Path(__file__).parent.parent
 PANELS: Final = ROOT / "tools" / "dashboard.toml"
 TARGET: Final = ROOT / "helm" / "headstart" / "files" / "dashboard.json"
 SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
-NAMESPACE: Final = '{namespace=~"$namespace"}'
 WIDTH: Final = 8
 HEIGHT: Final = 8
+NUMBER_HEIGHT: Final = 4
+BY_MODEL: Final = ("headstart_workers", "headstart_waiting_prefill_seconds", "headstart_held")
+"""Beginnings of the names of metrics that have the label `model`."""
+VARIABLES: Final = {
+    "namespace": ("Namespace", "headstart_requests_in_flight", "namespace"),
+    "model": ("Model", "headstart_workers", "model"),
+    "tenant": ("Tenant", "headstart_usage_requests_total", "tenant"),
+    "gateway": ("Gateway", "headstart_requests_in_flight", "pod"),
+}
+"""By name of a variable its title, and the metric and the label with its values."""
+STEPS: Final = {"good": "green", "warn": "orange", "bad": "red"}
 QUANTILES: Final = {"0.5": "p50", "0.95": "p95", "0.99": "p99"}
 _CALL: Final = re.compile(r"\b(rate|mean|each|p95)\((\w+)(?:, ([\w, ]+))?\)")
+_SELECTION: Final = re.compile(r"([\w:]+)\{\{(.*?)\}\}")
 _QUANTILES: Final = re.compile(r"quantiles\((\w+)(?:, (\w+))?\)")
 
 
@@ -66,28 +77,60 @@ def targets(queries: list[list[str]]) -> Iterator[tuple[str, str]]:
             yield promql(expression), legend[0]
 
 
+def selected(expression: str) -> str:
+    """Return an expression with the labels of each metric that the board's variables select."""
+
+    def labels(match: re.Match[str]) -> str:
+        name, *more = match[1], 'namespace=~"$namespace"'
+        if name.startswith(BY_MODEL):
+            more.append('model=~"$model"')
+        if name.startswith("headstart_usage_"):
+            more.append('tenant=~"$tenant"')
+        if name.startswith("headstart_") and not name.startswith("headstart_worker_"):
+            more.append('pod=~"$gateway"')
+        return f"{name}{{{','.join([*more, *filter(None, [match[2]])])}}}"
+
+    return _SELECTION.sub(labels, expression)
+
+
 def variable(name: str, **fields: Any) -> dict[str, Any]:
     return {"name": name, "hide": 0, "skipUrlSync": False, **fields}
 
 
-def panel(number: int, source: dict[str, Any], x: int, y: int) -> dict[str, Any]:
+def shown_as(source: dict[str, Any]) -> dict[str, Any]:
+    """Return what draws the panel: a plot, or one number with its colour."""
+    if "steps" not in source:
+        defaults = {"unit": source["unit"], "min": 0, "custom": {"fillOpacity": 5}}
+        options = {
+            "legend": {"displayMode": "list", "placement": "bottom"},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        }
+        return {"type": "timeseries", "fieldConfig": {"defaults": defaults, "overrides": []}, "options": options}
+    steps = [{"color": STEPS[tone], "value": value or None} for tone, value in source["steps"]]
+    words = {str(value): {"text": text} for value, text in enumerate(source.get("words", ()))}
+    defaults = {
+        "unit": source["unit"],
+        "thresholds": {"mode": "absolute", "steps": steps},
+        "mappings": [{"type": "value", "options": words}] if words else [],
+    }
+    options = {"colorMode": "background" if words else "value", "graphMode": "none" if words else "area"}
+    options["reduceOptions"] = {"calcs": ["lastNotNull"]}
+    return {"type": "stat", "fieldConfig": {"defaults": defaults, "overrides": []}, "options": options}
+
+
+def panel(number: int, source: dict[str, Any], place: tuple[int, int, int, int]) -> dict[str, Any]:
     return {
         "id": number,
-        "type": "timeseries",
+        **shown_as(source),
         "title": source["title"],
         "description": source["meaning"],
         "datasource": SOURCE,
-        "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
-        "fieldConfig": {"defaults": {"unit": source["unit"], "min": 0, "custom": {"fillOpacity": 5}}, "overrides": []},
-        "options": {
-            "legend": {"displayMode": "list", "placement": "bottom"},
-            "tooltip": {"mode": "multi", "sort": "desc"},
-        },
+        "gridPos": dict(zip("xywh", place, strict=True)),
         "targets": [
             {
                 "refId": chr(ord("A") + i),
                 "datasource": SOURCE,
-                "expr": expression.replace("{{}}", NAMESPACE),
+                "expr": selected(expression),
                 "legendFormat": legend,
                 "range": True,
             }
@@ -103,10 +146,12 @@ def dashboard() -> dict[str, Any]:
         row = {"id": len(panels) + 1, "type": "row", "title": shown["title"], "collapsed": False, "panels": []}
         panels.append(row | {"gridPos": {"x": 0, "y": y, "w": 24, "h": 1}})
         y += 1
+        width, height = (4, NUMBER_HEIGHT) if "steps" in shown["panels"][0] else (WIDTH, HEIGHT)
+        in_line = 24 // width
         for i, source in enumerate(shown["panels"]):
-            panels.append(panel(len(panels) + 1, source, WIDTH * (i % 3), y + HEIGHT * (i // 3)))
-        y += HEIGHT * -(-len(shown["panels"]) // 3)
-    label_values = "label_values(headstart_requests_in_flight, namespace)"
+            place = (width * (i % in_line), y + height * (i // in_line), width, height)
+            panels.append(panel(len(panels) + 1, source, place))
+        y += height * -(-len(shown["panels"]) // in_line)
     return {
         "uid": "headstart",
         "title": "Headstart",
@@ -120,17 +165,21 @@ def dashboard() -> dict[str, Any]:
         "templating": {
             "list": [
                 variable("datasource", type="datasource", query="prometheus", label="Data source"),
-                variable(
-                    "namespace",
-                    type="query",
-                    label="Namespace",
-                    datasource=SOURCE,
-                    query=label_values,
-                    definition=label_values,
-                    refresh=2,
-                    includeAll=True,
-                    multi=True,
-                    current={"text": ["All"], "value": ["$__all"]},
+                *(
+                    variable(
+                        name,
+                        type="query",
+                        label=title,
+                        datasource=SOURCE,
+                        query=f"label_values({metric}, {label})",
+                        definition=f"label_values({metric}, {label})",
+                        refresh=2,
+                        includeAll=True,
+                        allValue=".*",
+                        multi=True,
+                        current={"text": ["All"], "value": ["$__all"]},
+                    )
+                    for name, (title, metric, label) in VARIABLES.items()
                 ),
             ]
         },

@@ -1,10 +1,12 @@
 """Hooks of MkDocs: the pages at the top of the repository become pages of the site, and links follow them.
 
-A link to a file that is no page keeps only its text, as the site has no sources.
+A link to a file that is no page keeps only its text, as the site has no sources. A drawing gets its number of columns,
+by which docs/images/site.css fits it into any width; other code wraps.
 """
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 from pathlib import Path
@@ -26,6 +28,8 @@ ADDED: Final = {
 """Pages outside docs/, and where they are in the site. README.md takes the place of docs/README.md."""
 PLACES: Final = {page: source for source, page in ADDED.items()}
 LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+CODE: Final = re.compile(r"<pre>(.*?)</pre>", re.DOTALL)
+LINES_OF_DRAWINGS: Final = re.compile(r"-->|<--|\+--|--\+|^ *[|v^]( +[|v^])* *$", re.MULTILINE)
 OUTSIDE: Final = re.compile(r'<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
 
 
@@ -39,6 +43,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     return with_links(markdown, page.file.src_uri, {file.src_uri for file in files})
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark the code blocks that are drawings."""
+    return CODE.sub(marked, content)
+
+
+def marked(found: re.Match[str]) -> str:
+    text = html.unescape(re.sub(r"<[^>]*>", "", found[1]))
+    if not LINES_OF_DRAWINGS.search(text):
+        return found[0]
+    return f'<pre class="drawing" style="--columns: {max(map(len, text.splitlines()))}">{found[1]}</pre>'
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

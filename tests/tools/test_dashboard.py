@@ -40,6 +40,35 @@ def test_quantiles_bring_their_legends() -> None:
     assert legends == ["p50", "p95", "p99", "p50 {{kind}}", "p95 {{kind}}", "p99 {{kind}}"]
 
 
+@pytest.mark.parametrize(
+    ("expression", "shown"),
+    [
+        ("a{{}}", 'a{namespace=~"$namespace"}'),
+        ("headstart_worker_x{{}}", 'headstart_worker_x{namespace=~"$namespace"}'),
+        ("headstart_x{{}}", 'headstart_x{namespace=~"$namespace",pod=~"$gateway"}'),
+        (
+            'headstart_workers{{state="serving"}}',
+            'headstart_workers{namespace=~"$namespace",model=~"$model",pod=~"$gateway",state="serving"}',
+        ),
+        (
+            "headstart_usage_seconds_total{{}}",
+            'headstart_usage_seconds_total{namespace=~"$namespace",tenant=~"$tenant",pod=~"$gateway"}',
+        ),
+    ],
+)
+def test_a_variable_selects_the_metrics_with_its_label(expression: str, shown: str) -> None:
+    assert dashboard.selected(expression) == shown
+
+
+def test_the_first_row_is_the_state_and_five_numbers() -> None:
+    panels = dashboard.dashboard()["panels"]
+    second = [panel["type"] for panel in panels].index("row", 1)
+    assert [panel["type"] for panel in panels[1:second]] == ["stat"] * 6
+    assert panels[1]["title"] == "State"
+    [mapping] = panels[1]["fieldConfig"]["defaults"]["mappings"]
+    assert mapping["options"]["0"] == {"text": "well"}
+
+
 def declared() -> set[str]:
     """Return the names of a scrape of gateway and worker."""
     gateway, worker = GatewayMetrics(), WorkerMetrics()
