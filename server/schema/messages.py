@@ -71,8 +71,8 @@ class ContentBlock(Struct, kw_only=True):
         if self.type == "tool_use":
             if not (self.id and self.name):
                 raise invalid(field, "is a tool_use without id or name")
-            if not bytes(self.input).startswith(b"{"):
-                raise invalid(f"{field}.input", "must be an object")
+            if not bytes(self.input):  # a model may have written no object, and clients send its answer back
+                raise invalid(f"{field}.input", "is required")
         if self.type == "tool_result":
             if not self.tool_use_id:
                 raise invalid(f"{field}.tool_use_id", "is required")

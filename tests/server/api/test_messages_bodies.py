@@ -107,6 +107,19 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"messages": [*ANSWERED[:2], *({**ANSWERED[2], "content": f"Error:{gap}no"} for gap in " \n")]},
     ),
+    "arguments that are no object": (
+        {"messages": [user(), *[assistant([{**USE, "input": value}]) for value in ("a", -7, None, [1])], user()]},
+        {
+            "messages": [
+                user(),
+                *[
+                    assistant("", tool_calls=[CALLED | {"function": {"name": "get_weather", "arguments": text}}])
+                    for text in ('"a"', "-7", "null", "[1]")
+                ],
+                user(),
+            ]
+        },
+    ),
     "no use of tools": (
         {"tools": [TOOL], "tool_choice": {"type": "none"}, "messages": [user()]},
         {"tools": [WEATHER], "tool_choice": "none", "messages": [user()]},
@@ -150,7 +163,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ({"messages": [user([{"type": "tool_result"}])]}, "messages[0].content[0].tool_use_id"),
     ({"messages": [user([USE])]}, "messages[0].content[0].type is 'tool_use'"),
-    ({"messages": [assistant([{**USE, "input": [1]}]), user()]}, "messages[0].content[0].input"),
+    ({"messages": [assistant([{"type": "tool_use", "id": "a", "name": "b"}]), user()]}, "messages[0].content[0].input"),
     ({"messages": [assistant([{**USE, "id": ""}]), user()]}, "messages[0].content[0]"),
     ({"messages": [user(), assistant([USE])]}, "messages end with a tool_use"),
     ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text"),
