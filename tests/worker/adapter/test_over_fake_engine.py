@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -78,68 +77,6 @@ async def test_an_adapter_shares_nothing_with_the_model(rig: Rig) -> None:
     assert frames[-1].num_cached_tokens == 0
     again = await rig.answer(make_request(PROMPT, root=OTHER_ROOT, adapter="pirate"))
     assert again[-1].num_cached_tokens == 192
-
-
-async def test_a_resumed_choice_goes_on_alike(rig: Rig) -> None:
-    whole = token_ids(await rig.answer(make_request(PROMPT, max_tokens=12, ignore_eos=True)))
-    rest = await rig.answer(make_request(PROMPT, max_tokens=12, ignore_eos=True, output_ids=tuple(whole[:5])))
-    assert whole[:5] + token_ids(rest) == whole
-
-
-async def test_a_reader_that_leaves_ends_it_in_the_engine(rig: Rig, fake: FakeEngine) -> None:
-    fake.args.token_s = 0.01
-    key = rig.submit(make_request(PROMPT, n=2, max_tokens=3000, ignore_eos=True))
-    await until(lambda: fake.ranks[0].num_running == 2)
-    rig.engine.abort(key)
-    await until(lambda: fake.ranks[0].num_aborted == 2)
-    await until(rig.is_idle)
-
-
-async def test_purge_while_requests_run(rig: Rig, fake: FakeEngine) -> None:
-    await rig.answer(make_request(PROMPT))
-    await until(lambda: rig.num_published(make_request(PROMPT)))
-    fake.args.token_s = 0.002
-    key = rig.submit(make_request(range(1000, 1200), max_tokens=60, ignore_eos=True))
-    await until(lambda: token_ids(rig.frames[key]))
-    epoch = await asyncio.wrap_future(rig.engine.purge())
-    assert rig.engine.member.epoch == epoch
-    assert rig.num_published(make_request(PROMPT)) == 0
-    await until(lambda: rig.is_over(key))
-    again = await rig.answer(make_request(PROMPT))
-    assert again[-1].num_cached_tokens == 0
-    await until(lambda: rig.num_published(make_request(PROMPT)) == 192)
-
-
-async def test_a_reset_behind_its_back_is_known_at_the_next_step(rig: Rig, fake: FakeEngine) -> None:
-    await rig.answer(make_request(PROMPT))
-    await until(lambda: rig.num_published(make_request(PROMPT)) == 192)
-    epoch = rig.engine.member.epoch
-    fake.ranks[0].reset()
-    await rig.answer(make_request(range(1000, 1200)))
-    await until(lambda: rig.num_published(make_request(range(1000, 1200))) == 192)
-    assert rig.num_published(make_request(PROMPT)) == 0
-    assert rig.engine.member.epoch != epoch
-
-
-async def test_lost_batches_are_fetched(rig: Rig, fake: FakeEngine) -> None:
-    events = fake.ranks[0].events
-    assert events is not None
-    events.loss = 1.0
-    for start in range(1000, 1500, 100):
-        await rig.answer(make_request(range(start, start + 100)))
-    await until(lambda: all(rig.num_published(make_request(range(s, s + 100))) == 96 for s in range(1000, 1500, 100)))
-
-
-async def test_an_adapter_that_starts_late_learns_all(engine: tuple[FakeEngine, str], rig: Rig) -> None:
-    fake, url = engine
-    if not fake.ranks[0].events.endpoint.startswith("ipc"):
-        pytest.skip("one reader binds")
-    await rig.answer(make_request(PROMPT))
-    await until(lambda: rig.num_published(make_request(PROMPT)) == 192)
-    late = await rig_over(fake, url)
-    async with running(late):
-        await until(lambda: late.num_published(make_request(PROMPT)) == 192)
-        assert late.published == rig.published
 
 
 async def test_index_problem(engine_folder: Path, brisk: None, monkeypatch: pytest.MonkeyPatch) -> None:
