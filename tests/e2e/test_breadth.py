@@ -1,4 +1,4 @@
-"""Breadth against real processes: streamed against unstreamed text, answers that follow their schema."""
+"""Breadth against real processes: streamed against unstreamed text, and bounds of hard grammars and many schemas."""
 
 from __future__ import annotations
 

@@ -188,7 +188,6 @@ REFUSED: Final[dict[str, tuple[str, dict[str, Any], str]]] = {
         history(said(""), {"role": "user", "content": None}),
         "messages[2].content is required",
     ),
-    "a suffix to fill in before": (COMPLETIONS, {"suffix": "}"}, "suffix is not offered"),
 }
 """A body's fields, and words of its error."""
 

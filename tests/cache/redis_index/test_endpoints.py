@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -13,18 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from cache.hashing import index_entry
-from cache.records import WorkerLoad, WorkerMember
+from cache.records import WorkerLoad
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings
-from cache.types import BlockHash
+from tests.cache.redis_index.index_parts import becomes, chain, entries, matches, member
 from tests.cache.redis_index.test_faults import GATEWAY_RIGHTS, WORKER_RIGHTS, running
+from tests.certificates import Authority
 from tests.e2e.serving import free_ports
-from tests.members import make_member
 from tests.redis_server import REDIS_7, RedisServer, needs_redis_7, needs_redis_tls
 from tests.waiting import HANG_S, until
 
-HASHES = [BlockHash(os.urandom(16)) for _ in range(12)]
-ENTRIES = [index_entry(block) for block in HASHES]
+HASHES = chain(12)
 
 pytestmark = needs_redis_7
 
@@ -36,72 +31,36 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def member(name: str) -> WorkerMember:
-    return make_member(name, f"epoch-{name}", url="http://127.0.0.1:1")
-
-
 async def written(writer: IndexWriter, count: int) -> None:
     async def stands() -> bool:
-        return writer.client.up and await writer.rewrite(ENTRIES[:count], WorkerLoad())
+        return writer.client.up and await writer.rewrite(entries(HASHES[:count]), WorkerLoad())
 
     await until(stands)
 
 
-async def matches(index: RedisIndex) -> dict[str, int] | None:
-    found = await index.lookup(HASHES)
-    return None if found is None else {item.member.worker_id: item.matched_blocks for item in found}
-
-
-async def until_seen(index: RedisIndex, expected: dict[str, int]) -> None:
-    async def seen() -> bool:
-        return await matches(index) == expected
-
-    await until(seen)
-
-
-# --- TLS --------------------------------------------------------------------------------------------------------------
-
-
-def openssl(*arguments: str | Path) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
-
-
-def certificates(folder: Path) -> None:
-    """Write a private CA, and its certificate for a server at 127.0.0.1."""
-    new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl(*new, "-x509", "-days", "2", "-subj", "/CN=a CA", "-keyout", folder / "ca.key", "-out", folder / "ca.crt")
-    openssl(*new, "-subj", "/CN=redis", "-keyout", folder / "redis.key", "-out", folder / "redis.csr")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    signed_by = ("-CA", folder / "ca.crt", "-CAkey", folder / "ca.key", "-CAcreateserial", "-extfile", folder / "names")
-    openssl("x509", "-req", "-days", "2", "-in", folder / "redis.csr", *signed_by, "-out", folder / "redis.crt")
-
-
 @needs_redis_tls
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
 async def test_tls_with_an_own_ca_users_and_a_key_prefix(folder: Path) -> None:
     (port,) = free_ports(1)
-    certificates(folder)
-    (folder / "other").mkdir()
-    certificates(folder / "other")
-    files = ("--tls-cert-file", folder / "redis.crt", "--tls-key-file", folder / "redis.key", "--tls-ca-cert-file")
-    tls = ("--tls-port", str(port), *map(str, files), str(folder / "ca.crt"), "--tls-auth-clients", "no")
+    authority, other = Authority(folder / "ca"), Authority(folder / "other")
+    cert, key = authority.issue("redis", "127.0.0.1")
+    files = ("--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", authority.path)
+    tls = ("--tls-port", str(port), *map(str, files), "--tls-auth-clients", "no")
     with RedisServer(folder, REDIS_7, *tls) as server:
         server.command("ACL", "SETUSER", "gateway", "on", ">g/@:#", "%R~{team-a:*", *GATEWAY_RIGHTS)
         server.command("ACL", "SETUSER", "worker", "on", ">w", "~{team-a:*", *WORKER_RIGHTS)
         server.command("ACL", "SETUSER", "default", "off")
-        url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={folder}"
         writer = IndexWriter(
-            f"rediss://worker:w@127.0.0.1:{port}?ssl_ca_certs={folder / 'ca.crt'}",
+            f"rediss://worker:w@127.0.0.1:{port}?ssl_ca_certs={authority.path}",
             member("w"),
             WriterSettings(timeout_s=HANG_S, prefix="team-a"),
         )
         reader = ReaderSettings(prefix="team-a", poll_s=0.05, username="gateway", password="g/@:#")
-        index = RedisIndex(f"{url}/ca.crt", reader)
-        stranger = RedisIndex(f"{url}/other/ca.crt", reader)
+        url = f"rediss://127.0.0.1:{port}?ssl_ca_certs="
+        index, stranger = (RedisIndex(f"{url}{signer.path}", reader) for signer in (authority, other))
         async with running(writer, index, stranger):
             await written(writer, 7)
-            await until_seen(index, {"w": 7})
-            assert await matches(stranger) is None, "a certificate of another CA"
+            await until(becomes(index, HASHES, {"w": 7}))
+            assert await matches(stranger, HASHES) is None, "a certificate of another CA"
             assert not stranger.health()[0].connected
 
 
@@ -138,14 +97,14 @@ async def test_a_cluster_of_three_masters(folder: Path) -> None:
         async with running(*writers, index):
             for count, writer in enumerate(writers):
                 await written(writer, count)
-            await until_seen(index, {f"w{n}": n for n in range(12)})
+            await until(becomes(index, HASHES, {f"w{n}": n for n in range(12)}))
             assert all(node.command("DBSIZE") != b":0\r\n" for node, _ in nodes), "the shards lie on all nodes"
 
             slot = int(nodes[0][0].command("CLUSTER", "KEYSLOT", "{headstart:0}")[1:])
             _move([node for node, _ in nodes], slot)
             for count, writer in enumerate(writers):
                 await written(writer, count)
-            await until_seen(index, {f"w{n}": n for n in range(12)})
+            await until(becomes(index, HASHES, {f"w{n}": n for n in range(12)}))
 
 
 def _move(nodes: Sequence[RedisServer], slot: int) -> None:
@@ -185,16 +144,16 @@ async def test_sentinel_promotes_the_replica(folder: Path) -> None:
             index = RedisIndex(url, ReaderSettings(poll_s=0.05, breaker_probe_s=0.05))
             async with running(writer, index):
                 await written(writer, 9)
-                await until_seen(index, {"w": 9})
+                await until(becomes(index, HASHES, {"w": 9}))
                 await _until_it_knows_the_replica(watch)
                 primary.kill()
                 async with asyncio.timeout(HANG_S):
                     while writer.in_doubt or not await writer.publish([SetChange([], [], 9)], WorkerLoad()):
                         await index.lookup(HASHES)
                         if writer.client.up:
-                            await writer.rewrite(ENTRIES[:9], WorkerLoad())
+                            await writer.rewrite(entries(HASHES[:9]), WorkerLoad())
                         await asyncio.sleep(0.01)
-                await until_seen(index, {"w": 9})
+                await until(becomes(index, HASHES, {"w": 9}))
                 assert b"role:master" in replica.command("INFO", "replication")
         finally:
             sentinel.kill()

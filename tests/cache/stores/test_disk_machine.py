@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -27,6 +26,7 @@ from tests.cache.stores.store_parts import (
     tree,
     write,
 )
+from tests.cache.test_allocator_machine import profile
 
 LINKS = tree(4)
 BY_HASH = {link.block_hash: link for link in LINKS}
@@ -184,16 +184,6 @@ class DiskMachine(RuleBasedStateMachine):
             worker.store.close()
         if hasattr(self, "home"):
             self.home.cleanup()
-
-
-def profile(max_examples: int, step_count: int) -> settings:
-    return settings(
-        max_examples=max_examples,
-        stateful_step_count=step_count,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def test_short_run() -> None:

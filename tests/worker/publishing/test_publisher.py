@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from cache.redis_index import ReaderSettings, RedisIndex
 from cache.redis_index.client import Reply
 from cache.types import BlockHash, Tier
 from tests.block_events import replay
+from tests.cache.redis_index.index_parts import chain
 from tests.members import make_member
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
@@ -32,10 +32,6 @@ FAST = PublisherSettings(interval_s=0.002, heartbeat_s=0.05, retry_s=0.01, max_r
 
 def member(epoch: str = "e0", *tiers: Tier, name: str = "w") -> WorkerMember:
     return make_member(name, epoch, url="http://127.0.0.1:1", tiers=tiers)
-
-
-def chain(length: int) -> list[BlockHash]:
-    return [BlockHash(os.urandom(16)) for _ in range(length)]
 
 
 @pytest.fixture
