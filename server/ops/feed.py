@@ -200,8 +200,7 @@ class Feed:
 
     def _sample(self, *, sends: bool) -> None:
         overview, at = self._overview, time.time()
-        totals = read_totals(overview)
-        traffic = self._traffic.add(totals)
+        traffic = self._traffic.add(read_totals(overview))
         self._history.append((at, *(traffic[name] for name in _POINT)))
         rows = overview.worker_rows()
         self._changes.see(rows, overview.disrupted())
@@ -212,7 +211,6 @@ class Feed:
             "at": at,
             "draining": overview.api.draining,
             "traffic": traffic,
-            "totals": totals,
             "index": overview.index_state(),
             "workers": rows,
             "workers_needed": overview.workers_needed(),
