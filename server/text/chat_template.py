@@ -137,7 +137,7 @@ class ChatTemplate:
             )
             param = names.messages if len(repairs) > len(wish_repairs) else _field_of(conversation)
             raise InvalidRequestError(refusal, param=param)
-        variables = self._tokens | kwargs | clock.variables()
+        variables: dict[str, Any] = self._tokens | kwargs
         variables |= {"messages": turns, "tools": tools or ([] if self.shapes.lists_tools else None), "documents": None}
         variables["add_generation_prompt"] = not continued and conversation.add_generation_prompt
         del messages, turns, tools, kwargs
@@ -183,10 +183,10 @@ class ChatTemplate:
         joint, found, _ = text.partition(PROBE_WORDS[0])[2].partition(PROBE_WORDS[1])
         return joint if found and not joint.strip() else LINE_END
 
-    def _probed(self, probe: ShapeProbe) -> str | None:
+    def _probed(self, probe: ShapeProbe, max_s: float = MAX_PROBE_S) -> str | None:
         """Return the text of a probe; None: the template refuses it."""
-        clock = RenderClock(MAX_PROBE_S)
-        variables = {**self._tokens, **self._defaults, **(probe.switches or {}), **clock.variables()}
+        clock = RenderClock(max_s)
+        variables = {**self._tokens, **self._defaults, **(probe.switches or {})}
         variables |= {"messages": probe.messages, "tools": probe.tools}
         variables["add_generation_prompt"] = probe.switches is not None
         try:
@@ -212,10 +212,8 @@ class ChatTemplate:
 
     def _refused_switches(self, chat: Conversation, switches: Mapping[str, Any]) -> str | None:
         """Return the field of switches that the template refuses in any conversation; None: it refuses this one."""
-        lists_tools = self.shapes.lists_tools
-        if self._probed(question(switches, lists_tools=lists_tools)) is not None:
-            return None
-        if self._probed(question({}, lists_tools=lists_tools)) is None:
+        probes = [question(given, lists_tools=self.shapes.lists_tools) for given in (switches, {})]
+        if self._probed(probes[0], MAX_STEP_S) is not None or self._probed(probes[1], MAX_STEP_S) is None:
             return None
         return _field_of(chat)
 
@@ -226,7 +224,7 @@ class ChatTemplate:
         """
         parts: list[str] = []
         num_chars = 0
-        clock.begin()
+        clock.begin(variables)
         try:
             for part in self._template.generate(variables):
                 parts.append(part)
@@ -241,6 +239,8 @@ class ChatTemplate:
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             message = f"The model's chat template cannot render these messages ({type(error).__name__})."
             raise InvalidRequestError(message, param=param) from error
+        finally:
+            clock.end()
         variables.clear()
         return "".join(parts)
 

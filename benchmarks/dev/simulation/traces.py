@@ -289,13 +289,14 @@ class TextPrompt(NamedTuple):
 def _text_prompts(path: Path, half: int | None) -> Iterator[list[TextPrompt]]:
     """Yield the prompts of each recorded conversation."""
     from benchmarks.dev.gateway_load.processes import make_bundle
-    from server.text.template_sandbox import TemplateEnvironment
+    from server.text.template_sandbox import RenderClock, TemplateEnvironment
 
     bundle, tokenizer = make_bundle()
     template = TemplateEnvironment().from_string(bundle.chat_template or "")
 
     def encoded(messages: Sequence[dict[str, Any]], *, complete: bool = False) -> list[int]:
         texts = [{**message, "content": message.get("content") or ""} for message in messages]
+        RenderClock(float("inf")).begin({"messages": texts})
         return tokenizer.encode(template.render(messages=texts, add_generation_prompt=not complete)).ids
 
     for record in islice(_lines(path), half, None, 1 if half is None else 2):
