@@ -77,7 +77,10 @@ class TokenizeApi:
             raise invalid("prompt", "is required")
         else:
             model = self._model(request.model, identity)
-            ids = await encode_any(request.prompt, model, "prompt", add_bos=request.add_special_tokens is not False)
+            adds, embeds = request.add_special_tokens is not False, model.facts.embedding_size > 0
+            ids = await encode_any(request.prompt, model, "prompt", add_bos=adds and not embeds)
+            if adds and embeds:  # as its texts get them
+                ids = model.tokenizer.with_special_tokens(ids)
         texts = None
         if request.return_token_strs:
             model.check_readable(model.name)

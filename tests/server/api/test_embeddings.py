@@ -186,6 +186,9 @@ async def test_a_text_gets_the_tokens_that_its_tokenizer_puts_around(raw_tokeniz
             assert (await ask(target.url, input=value))[0] == 200
         assert [request.prompt_ids for request in worker.received] == [tokenizer.encode(TEXT).ids] * 2 + [ids]
         assert tokenizer.encode(TEXT).ids == [1, *ids, 0, 0]
+        for adds, expected in ((None, [1, *ids, 0, 0]), (False, ids)):
+            _, _, raw = await post(target.url, {"prompt": TEXT, "add_special_tokens": adds}, "/tokenize")
+            assert json.loads(raw)["tokens"] == expected
         (letter,) = raw_tokenizer.encode("Q").ids
         assert (await ask(target.url, input=[letter] * 64))[0] == 200
         text = raw_tokenizer.decode([letter] * 62)
