@@ -19,8 +19,8 @@ import msgspec
 from cache.types import BlockHash, Epoch, GatewayId, TierName, WorkerId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-WORKER_ID: Final = r"\A[!-~]{1,256}\Z"
-"""A worker's id stands in headers, metrics and logs: only visible ASCII."""
+_ID: Final = msgspec.Meta(pattern=r"\A[!-~]{1,256}\Z")
+"""Ids of workers and epochs stand in headers, metrics and logs: only visible ASCII."""
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
@@ -64,8 +64,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class WorkerMember:
     """A worker's description of itself, constant during an epoch. Readers ignore unknown fields."""
 
-    worker_id: Annotated[WorkerId, msgspec.Meta(pattern=WORKER_ID)]
-    epoch: Epoch
+    worker_id: Annotated[WorkerId, _ID]
+    epoch: Annotated[Epoch, _ID]
     url: str
     model: str
     namespace: str

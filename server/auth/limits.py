@@ -34,7 +34,7 @@ _LIMITS: Final = {
 }
 LABEL: Final = re.compile("[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}")
 """The names of tenants and keys."""
-_Label = Annotated[str, Meta(pattern=f"^{LABEL.pattern}$")]
+_Label = Annotated[str, Meta(pattern=rf"\A{LABEL.pattern}\Z")]
 _Limit = Annotated[int, Meta(ge=1, le=10**12)]
 
 
@@ -54,7 +54,7 @@ class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class KeyEntry(TenantEntry, frozen=True, kw_only=True):
     """One `[[keys]]` table of the key file."""
 
-    digest: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+    digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
     name: _Label | None = None
     trusted_front: bool = False
 

@@ -100,7 +100,7 @@ class ClientTool(Struct, kw_only=True):
     """A tool that the client runs and describes itself."""
 
     type: str | None = None
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,128}\Z")] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from cache.records import WorkerMember
 from server.api.endpoint import read_body
 from server.auth.identity import digest_text, parse_keys
+from server.auth.limits import KeyEntry, TenantEntry
 from server.cli import keys
 from server.http.middleware import BodyLimitMiddleware
 from server.schema.requests import ChatRequest
@@ -18,6 +20,7 @@ from tests.members import make_member
 from worker.common.command_line import read_text
 from worker.config import parse
 
+DIGEST = "sha256:" + "0" * 64
 MARK = b"\xef\xbb\xbf"
 
 
@@ -53,11 +56,27 @@ async def test_a_body_may_begin_with_a_mark() -> None:
 
 
 @pytest.mark.parametrize("worker_id", ["", "a\r\nx-other: 1", "a b", "a\x00", "\u2028", "x" * 257])
-def test_a_worker_id_is_visible_ascii(worker_id: str) -> None:
+def test_ids_of_a_worker_are_visible_ascii(worker_id: str) -> None:
     record = msgspec.to_builtins(make_member("w"))
     assert msgspec.convert(record, WorkerMember).worker_id == "w"
-    with pytest.raises(msgspec.ValidationError, match="worker_id"):
-        msgspec.convert({**record, "worker_id": worker_id}, WorkerMember)
+    for name in ("worker_id", "epoch"):
+        with pytest.raises(msgspec.ValidationError, match=name):
+            msgspec.convert({**record, name: worker_id}, WorkerMember)
+
+
+@pytest.mark.parametrize(("entry", "field"), [(KeyEntry, "tenant"), (KeyEntry, "digest"), (TenantEntry, "tenant")])
+def test_a_name_has_no_line_end(entry: type, field: str) -> None:
+    """`$` of a pattern matches before one."""
+    given = {"tenant": "acme"} | ({"digest": DIGEST} if entry is KeyEntry else {})
+    msgspec.convert(given, entry)
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.convert({**given, field: given[field] + "\n"}, entry)
+
+
+def test_no_pattern_ends_with_a_dollar() -> None:
+    for path in ("cache", "server", "worker"):
+        for file in Path(path).rglob("*.py"):
+            assert not re.search(r"Meta\(pattern=.*\$\"", file.read_text()), file
 
 
 def test_stream_options_alone_are_taken() -> None:
