@@ -30,6 +30,7 @@ PLACES: Final = {page: source for source, page in ADDED.items()}
 LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 CODE: Final = re.compile(r"<pre>(.*?)</pre>", re.DOTALL)
 LINES_OF_DRAWINGS: Final = re.compile(r"-->|<--|\+--|--\+|^ *[|v^]( +[|v^])* *$", re.MULTILINE)
+COLUMNS: Final = re.compile(r"\S {3,}\S.*\S {3,}\S")
 OUTSIDE: Final = re.compile(r'<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
 
 
@@ -52,7 +53,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 def marked(found: re.Match[str]) -> str:
     text = html.unescape(re.sub(r"<[^>]*>", "", found[1]))
-    if not LINES_OF_DRAWINGS.search(text):
+    if not LINES_OF_DRAWINGS.search(text) and len(COLUMNS.findall(text)) < 3:
         return found[0]
     return f'<pre class="drawing" style="--columns: {max(map(len, text.splitlines()))}">{found[1]}</pre>'
 

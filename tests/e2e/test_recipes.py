@@ -68,7 +68,10 @@ RECIPES: Final[Mapping[str, Recipe]] = {
                 '    "example": ("{{ tools }}<example>", listed("<example>", "</example>")),\n',
             ),
         ],
-        ["tests/server/text/test_formats.py", "tests/server/api/test_call_forms.py"],
+        [
+            *("tests/server/text/test_formats.py", "tests/server/api/test_call_forms.py"),
+            "tests/server/text/test_output_parser_property.py",
+        ],
     ),
     "reasoning format": Recipe(
         "A reasoning format",
@@ -92,7 +95,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
             ),
             Edit(
                 "tools/dashboard.toml",
-                "[[rows.panels]]\n",
+                '[[rows.panels]]\ntitle = "Duration of a request"\n',
                 '[[rows.panels]]\ntitle = "Examples"\nunit = "short"\nmeaning = "Examples."\n'
                 'queries = [["rate(headstart_examples_total)", "examples"]]\n\n',
             ),
