@@ -51,6 +51,8 @@ RESULTS: Final = re.compile(r"RESULTS\.md(?!#)")
 MAX_WIDTH: Final = 120
 """The width of a line that Markdown can wrap."""
 MAX_LINES: Final = 300
+MAX_WORDS: Final = 25_000
+"""The bound of all pages by hand together, without code blocks and targets of links."""
 
 
 def pages(pattern: str = "*.md") -> list[Path]:
@@ -162,6 +164,15 @@ def oversized(page: Path) -> Iterator[tuple[int, str]]:
         yield len(lines), f"a page of {len(lines)} lines"
 
 
+def num_words(page: Path) -> int:
+    """Return the words of a page, 0 of one that is generated."""
+    text = page.read_text(encoding="utf-8")
+    if page.name in ("CHANGELOG.md", "values.md") or "Written by tools/" in text:
+        return 0
+    text = re.sub(r"^ *```.*?^ *```|(?<=\])\([^)]*\)", "", text, flags=re.DOTALL | re.MULTILINE)
+    return sum(re.search(r"\w", word) is not None for word in text.split())
+
+
 def said(source: str) -> Iterator[tuple[int, str]]:
     """Yield the docstrings and comments of a module, with their first lines."""
     for node in ast.walk(ast.parse(source)):
@@ -223,6 +234,8 @@ def main() -> int:
     found += [(page, *problem) for page in pages() for problem in unproven(page.read_text(encoding="utf-8"))]
     found += [(page, *problem) for page in bounded_pages() for problem in oversized(page)]
     found += [(page, *problem) for page in bounded_pages() for problem in unknown_metrics(page)]
+    if (words := sum(map(num_words, bounded_pages()))) > MAX_WORDS:
+        found.append((ROOT / "docs", 1, f"the pages by hand have {words:,} words, of at most {MAX_WORDS:,}"))
     for page, number, text in found:
         print(f"{page.relative_to(ROOT)}:{number}: {text}")
     return 1 if found else 0
