@@ -15,8 +15,8 @@
 
 `beta` goes by the load of the workers of a similar rate.
 
-`views` computes the terms of each worker, with its load (`load_tracker`) and the blocks of own requests (`ledger`). The
-policy `headstart` adds jitter and affinity (`policies`).
+`views` computes the terms of each worker, with its load (`load_tracker`) and the blocks of own requests
+(`live_blocks`). The policy `headstart` adds jitter and affinity (`policies`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import msgspec
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.router.fetch_plan import FetchPlan, Peers, PeersByLayout, find_peers, plan_fetch
-from server.router.ledger import Ledger
+from server.router.live_blocks import LiveBlocks, Path
 from server.router.load_tracker import LoadTracker, WorkerLoadEstimate
 from server.router.types import RouteRequest
 
@@ -259,7 +259,9 @@ class DecisionContext(msgspec.Struct, frozen=True):
     broken: Container[WorkerId]
     cost: CostModel
     loads: LoadTracker
-    ledger: Ledger
+    live: LiveBlocks
+    path: Path
+    """The prompt's, in `live`."""
     gateway_id: GatewayId
     mean_residency_s: float
     """How long recent requests held a block; 0.0 if unknown."""
@@ -299,7 +301,7 @@ def _view(
 ) -> WorkerView:
     member, request, cost, now_s = candidate.member, context.request, context.cost, context.now_s
     block_size, most_tokens = member.block_size, max(0, request.num_prompt_tokens - 1)  # the last one is computed
-    own = context.ledger.own_blocks(member, request.hashes, estimate)
+    own = context.live.own_blocks(member, context.path, estimate)
     matched_tokens = member.hit_tokens(min(max(candidate.matched_blocks, own.num_cached) * block_size, most_tokens))
     plan = peers = None
     if all_peers or candidate.tier_blocks:

@@ -1,35 +1,29 @@
-"""Block hashes that this gateway tracks without the index. Nothing of it is written to Redis.
+"""Prompts of the past that this gateway tracks without the index. Nothing of it is written to Redis.
 
-    live      blocks of requests that have not ended, by worker: they hold room, and are cached there once computed
     recent    the worker that last computed each block: replaces the index while Redis does not answer
     hits      the prefixes that requests found cached: the tree that operators see
 
-Recent chains and hits share one bound in bytes. The least recently used chain is forgotten first.
+Both share one bound in bytes. The least recently used chain is forgotten first.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from cache.hashing import index_entry
 from cache.records import WorkerMember
 from cache.types import BlockHash, WorkerId, WorkerIncarnation
-from server.router.load_tracker import TrackedRequest, WorkerLoadEstimate
 from server.router.types import RouteRequest
 
-PUBLISH_DELAY_S: Final = 0.3  # six of the publisher's intervals: the index has a prefill's blocks after it
 MAX_BYTES: Final = 64 << 20  # half a million blocks
 _BLOCK_BYTES: Final = 120
 """A hash, its entry in a table, and its place in a chain."""
 _CHAIN_BYTES: Final = 600  # an estimate, like the next: only `MAX_BYTES` depends on it
 _HIT_BYTES: Final = 100  # a worker and a count
-_MAX_COMPARED: Final = 64  # of the workers that share the first block, as all do with one system prompt
 _MAX_MATCHES: Final = 2048
 """The latest prefixes with hits of which the tree is made."""
 MAX_ROWS: Final = 16  # bounds a frame of the dashboard's feed
@@ -37,16 +31,6 @@ MAX_HOLDERS: Final = 6
 """Workers named in a row; the rest are counted."""
 SharedPrefix = dict[str, Any]
 """A prefix at which matches ended, as JSON. Hashes are 8 bytes in hex, as in Redis."""
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """The blocks of live requests at one worker."""
-
-    requests: dict[TrackedRequest, Sequence[BlockHash]] = field(default_factory=dict)
-    num_requests: dict[BlockHash, int] = field(default_factory=dict)
-    computed_by: dict[BlockHash, TrackedRequest] = field(default_factory=dict)
-    """The first to come of those that have not failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,142 +50,17 @@ class _Chain:
         return _CHAIN_BYTES + _BLOCK_BYTES * len(self.hashes) + _HIT_BYTES * len(self.num_hits)
 
 
-class OwnBlocks(NamedTuple):
-    """Blocks of a prompt at one worker, according to this gateway's own requests."""
-
-    num_live: int
-    """Blocks of live requests."""
-    num_cached: int
-    """Blocks that are there, or are when `ready_s` has passed."""
-    ready_s: float
-
-
-NO_BLOCKS: Final = OwnBlocks(0, 0, 0.0)
-
-
 class Ledger:
     """Owned by one gateway's scorer."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        publish_delay_s: float = PUBLISH_DELAY_S,
-        max_bytes: int = MAX_BYTES,
-        *,
-        count_pending: bool = True,
-    ) -> None:
-        """`publish_delay_s`: this time after a prefill the index has its blocks.
-
-        `count_pending`: blocks of requests just routed count as cached.
-        """
+    def __init__(self, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
         self._clock = clock
-        self._publish_delay_s = publish_delay_s
         self._max_bytes = max_bytes
-        self._count_pending = count_pending
         self.num_bytes = 0
-        """Chains only: the blocks of live requests are bounded by the requests."""
-        self._live: dict[WorkerIncarnation, _Live] = {}
-        self._beginning: dict[BlockHash, dict[WorkerIncarnation, None]] = {}
-        """Workers with live requests by their first block, the latest last."""
-        self._published_s: dict[WorkerIncarnation, dict[BlockHash, float]] = {}
-        """When the index has the blocks of ended requests. A block never has less time than one after it."""
-        self._ended: deque[tuple[float, WorkerIncarnation, Sequence[BlockHash]]] = deque()
         self._chains: dict[BlockHash, _Chain] = {}
         """By the last block, the least recently used first."""
         self._recent: dict[BlockHash, _Chain] = {}
         """The last chain computed with each block."""
-
-    def own_blocks(self, member: WorkerMember, hashes: Sequence[BlockHash], estimate: WorkerLoadEstimate) -> OwnBlocks:
-        """Return what own requests have of a prompt at a worker."""
-        incarnation = member.worker_id, member.epoch
-        if incarnation not in self._live and incarnation not in self._published_s:
-            return NO_BLOCKS
-        num_live = self.num_live(incarnation, hashes)
-        if member.ends or not self._count_pending:  # where a hit in own blocks may stop is not known
-            return OwnBlocks(num_live, 0, 0.0)
-        ready_s = 0.0
-        if num_live:
-            ready_s = estimate.ready_s(self._live[incarnation].computed_by[hashes[num_live - 1]], self._clock())
-        return OwnBlocks(num_live, max(num_live, self.num_unpublished(incarnation, hashes)), ready_s)
-
-    def opened(self, incarnation: WorkerIncarnation, request: TrackedRequest, hashes: Sequence[BlockHash]) -> int:
-        """Count a request's blocks as live. Return how many no other live request has there."""
-        if not hashes:
-            return 0
-        live = self._live.setdefault(incarnation, _Live())
-        live.requests[request] = hashes
-        counts, before = live.num_requests, len(live.num_requests)
-        for block_hash in hashes:
-            counts[block_hash] = count = counts.get(block_hash, 0) + 1
-            if count == 1:
-                live.computed_by[block_hash] = request
-        beginning = self._beginning.setdefault(hashes[0], {})
-        beginning.pop(incarnation, None)
-        beginning[incarnation] = None
-        return len(counts) - before
-
-    def closed(self, incarnation: WorkerIncarnation, request: TrackedRequest, hashes: Sequence[BlockHash]) -> int:
-        """End a request. Return how many of its blocks no live request has there any more."""
-        live = self._live.get(incarnation)
-        if live is None or not hashes:
-            return 0
-        counts, before = live.num_requests, len(live.num_requests)
-        del live.requests[request]
-        for block_hash in hashes:
-            if counts[block_hash] > 1:
-                counts[block_hash] -= 1
-            else:
-                del counts[block_hash], live.computed_by[block_hash]
-        if request.first_token_s is None and (left := {h for h in hashes if live.computed_by.get(h) is request}):
-            for other, blocks in live.requests.items():  # the next one with these blocks computes them
-                live.computed_by.update(dict.fromkeys(left.intersection(blocks), other))
-                left.difference_update(blocks)
-        if hashes[0] not in counts:
-            beginning = self._beginning[hashes[0]]
-            del beginning[incarnation]
-            if not beginning:
-                del self._beginning[hashes[0]]
-        num_gone = before - len(counts)
-        if not counts:
-            del self._live[incarnation]
-        published_s = -1.0 if request.first_token_s is None else request.first_token_s + self._publish_delay_s
-        now_s = self._clock()
-        if published_s > now_s:
-            until_s = self._published_s.setdefault(incarnation, {})
-            until_s.update({each: max(published_s, until_s.get(each, 0.0)) for each in hashes})
-            self._ended.append((published_s, incarnation, hashes))
-        while self._ended and self._ended[0][0] <= now_s:
-            _, there, old = self._ended.popleft()
-            until_s = self._published_s.get(there, {})
-            for block_hash in [each for each in old if until_s.get(each, math.inf) <= now_s]:
-                del until_s[block_hash]
-            if not until_s:
-                self._published_s.pop(there, None)
-        return num_gone
-
-    def num_live(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
-        """Return the length of the prefix of `hashes` that live requests have there."""
-        live = self._live.get(incarnation)
-        if live is None or not hashes or hashes[0] not in live.num_requests:
-            return 0
-        counts = live.num_requests
-        return bisect_left(hashes, True, 1, key=lambda block_hash: block_hash not in counts)
-
-    def num_unpublished(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
-        """Return the length of the prefix of `hashes` that ended requests have left there, unknown to the index."""
-        until_s, now_s = self._published_s.get(incarnation), self._clock()
-        if until_s is None or not hashes or hashes[0] not in until_s:
-            return 0
-        return bisect_left(hashes, True, key=lambda block_hash: until_s.get(block_hash, now_s) <= now_s)
-
-    def holders(self, hashes: Sequence[BlockHash], limit: int) -> list[WorkerIncarnation]:
-        """Return where the longest prefixes of `hashes` are live, of the latest 64 workers that have any."""
-        if not hashes or not (beginning := self._beginning.get(hashes[0])):
-            return []
-        latest = list(islice(reversed(beginning), _MAX_COMPARED))
-        if len(latest) <= limit:
-            return latest
-        return sorted(latest, key=lambda incarnation: self.num_live(incarnation, hashes), reverse=True)[:limit]
 
     def computed(self, request: RouteRequest, member: WorkerMember) -> None:
         """Record that the worker holds the prompt's blocks."""

@@ -21,7 +21,8 @@ from cache.records import Candidate, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.rates import DecayedRatio
 from server.router.cost import BREAKER, SLOW, CostModel, DecisionContext, WorkerView, num_outstanding, views
-from server.router.ledger import PUBLISH_DELAY_S, Ledger
+from server.router.ledger import Ledger
+from server.router.live_blocks import PUBLISH_DELAY_S, LiveBlocks
 from server.router.load_tracker import LoadTracker, TrackedRequest, WorkerLoadEstimate
 from server.router.policies import FleetView, Policy, rendezvous_worker
 from server.router.short_list import MAX_HOLDERS, SCORE_ALL, ShortList
@@ -96,7 +97,7 @@ class PlacementListener:
 
 
 class Scorer:
-    """Decides for one gateway. Owns its load estimates, its ledger of blocks, and the mean time blocks are held."""
+    """Decides for one gateway. Owns its load estimates, its blocks, and the mean time blocks are held."""
 
     def __init__(
         self,
@@ -112,7 +113,8 @@ class Scorer:
         """`count_pending`: blocks of requests just routed count as cached."""
         self._clock = clock
         self._cost = cost or CostModel()
-        self.ledger = Ledger(clock, publish_delay_s, count_pending=count_pending)
+        self.ledger = Ledger(clock)
+        self._live = LiveBlocks(clock, publish_delay_s, count_pending=count_pending)
         self.loads = LoadTracker(clock, self._cost.window_s)
         self._residency_s = DecayedRatio(self._cost.window_s)
         """How long recently ended requests held a block."""
@@ -155,7 +157,8 @@ class Scorer:
     ) -> Decision | None:
         """Decide among the workers of the short list. None: the list does not suffice, and all must be scored."""
         short_list = self._short_lists[request.model]
-        listed = short_list.choose(request, candidates, self.ledger.holders(request.hashes, MAX_HOLDERS))
+        holders = self._live.holders(self._live.path(request.hashes), MAX_HOLDERS)
+        listed = short_list.choose(request, candidates, holders)
         workers = self._views(request, listed.candidates, broken)
         short_list.scored(workers)
         unguarded = {worker.member.worker_id for worker in workers if worker.guard is None}
@@ -196,7 +199,7 @@ class Scorer:
         num_blocks = -(-request.num_prompt_tokens // member.block_size)
         num_new_blocks = num_blocks - chosen.num_live_blocks
         active = chosen.estimate.add(chosen.prefill_s, num_blocks, now_s, num_new_blocks=num_new_blocks)
-        self.ledger.opened((member.worker_id, member.epoch), active, request.hashes)
+        self._live.opened((member.worker_id, member.epoch), active, request.hashes)
         return Placement(
             request=request,
             worker=member,
@@ -249,7 +252,7 @@ class Scorer:
         if active.closed:
             return False
         now_s = self._clock()
-        num_gone = self.ledger.closed((member.worker_id, member.epoch), active, hashes)
+        num_gone = self._live.closed((member.worker_id, member.epoch), active, hashes)
         placement.estimate.close(active, now_s, len(hashes) - num_gone)
         if active.started_s is not None:
             self._num_ended += 1
@@ -275,7 +278,7 @@ class Scorer:
         now_s = self._clock()
         residency_s = self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0
         return_odds = self._cost.return_odds(self._return_share.at(now_s, 1.0) or 0.0)
-        owned = self._cost, self.loads, self.ledger
+        owned = self._cost, self.loads, self._live, self._live.path(request.hashes)
         context = DecisionContext(request, broken, *owned, self._gateway_id, residency_s, return_odds, now_s)
         return views(candidates, context)
 

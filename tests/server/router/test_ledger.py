@@ -1,20 +1,18 @@
-"""Blocks of live requests, recent chains, and the tree of shared prefixes."""
+"""Recent chains, and the tree of shared prefixes."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Sequence
-from itertools import takewhile
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.hashing import hash_chain, index_entry
 from cache.records import WorkerMember
-from cache.types import BlockHash, Epoch, WorkerId, WorkerIncarnation
+from cache.types import BlockHash
 from server.router.ledger import MAX_HOLDERS, Ledger, SharedPrefix, tree_rows
-from server.router.load_tracker import TrackedRequest
 from server.router.types import RouteRequest
 from tests.members import make_member
 
@@ -35,7 +33,7 @@ class Requests:
 
     def __init__(self, max_bytes: int = 1 << 20) -> None:
         self.now_s = 0.0
-        self.tree = Ledger(lambda: self.now_s, 0.5, max_bytes)
+        self.tree = Ledger(lambda: self.now_s, max_bytes)
         self.workers: dict[str, WorkerMember] = {}
 
     def match(self, worker: str, *blocks: int, model: str = "m", num_more: int = 1) -> str:
@@ -133,127 +131,15 @@ def test_a_row_names_some_holders_and_counts_all() -> None:
     assert (len(row["workers"]), row["num_workers"]) == (MAX_HOLDERS, MAX_HOLDERS + 3)
 
 
-W = (WorkerId("w"), Epoch("e"))
-
-
 def random_chain(length: int) -> list[BlockHash]:
     return [BlockHash(os.urandom(16)) for _ in range(length)]
-
-
-def active() -> TrackedRequest:
-    return TrackedRequest(1.0, 1.0, 0)
-
-
-class Live:
-    """A ledger with a clock, and the requests at its worker."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.ledger = Ledger(lambda: self.now_s, 0.5)
-
-    def open(self, hashes: Sequence[BlockHash]) -> tuple[TrackedRequest, Sequence[BlockHash]]:
-        request = active()
-        self.ledger.opened(W, request, hashes)
-        return request, hashes
-
-
-def test_blocks_live_as_long_as_a_request_with_them() -> None:
-    live, hashes = Live(), random_chain(8)
-    first, second = live.open(hashes[:6]), live.open(hashes[:4])
-    assert live.ledger.num_live(W, hashes) == 6
-    assert live.ledger._live[W].computed_by[hashes[3]] is first[0]
-    assert live.ledger.closed(W, *first) == 2
-    assert live.ledger.num_live(W, hashes) == 4
-    assert live.ledger.closed(W, *second) == 4
-    assert not live.ledger._live, "nothing is left of a worker that may never come back"
-    assert not live.ledger._beginning
-
-
-def test_the_next_request_computes_the_blocks_of_one_that_failed() -> None:
-    live, hashes = Live(), random_chain(8)
-    first, second, third = (live.open(hashes[:length]) for length in (8, 4, 6))
-    live.ledger.closed(W, *first)
-    assert [live.ledger._live[W].computed_by[each] for each in hashes[3:6]] == [second[0], third[0], third[0]]
-    second[0].first_token_s = live.now_s
-    live.ledger.closed(W, *second)
-    assert live.ledger._live[W].computed_by[hashes[3]] is second[0], "it has computed them"
-
-
-def test_a_short_request_counts_until_the_index_has_it() -> None:
-    live, hashes = Live(), random_chain(8)
-    answered, failed = live.open(hashes[:5]), live.open(hashes)
-    answered[0].first_token_s = 1.0
-    live.now_s = 1.2
-    live.ledger.closed(W, *answered)
-    live.ledger.closed(W, *failed)
-    assert live.ledger.num_unpublished(W, hashes) == 5
-    live.now_s = 1.5
-    assert live.ledger.num_unpublished(W, hashes) == 0
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12), st.integers(0, 1), st.sampled_from([0.0, 0.1, 0.3]))),
-    st.sampled_from([0.0, 0.1, 0.4]),
-)
-def test_ended_requests_count_until_the_index_has_them(ends: list[tuple[int, int, int, float]], later_s: float) -> None:
-    now_s, delay_s, shared = 0.0, 0.35, random_chain(4)
-    ledger = Ledger(lambda: now_s, delay_s)
-    chains = [shared + random_chain(8) for _ in range(3)]
-    workers = [(WorkerId(f"w{each}"), Epoch("e")) for each in range(2)]
-    ended: list[tuple[float, WorkerIncarnation, list[BlockHash]]] = []
-    for number, length, at, passed_s in ends:
-        now_s += passed_s
-        request, hashes = TrackedRequest(1.0, 1.0, 2), chains[number][:length]
-        ledger.opened(workers[at], request, hashes)
-        request.first_token_s = now_s - later_s
-        ledger.closed(workers[at], request, hashes)
-        ended.append((request.first_token_s + delay_s, workers[at], hashes))
-        for worker in workers:
-            alive = [each for until_s, where, each in ended if where == worker and until_s > now_s]
-            for prompt in chains:
-                expected = max((shared_prefix(prompt, each) for each in alive), default=0)
-                assert ledger.num_unpublished(worker, prompt) == expected
-    now_s += 10.0
-    request = TrackedRequest(1.0, 1.0, 2)
-    ledger.opened(workers[0], request, shared)
-    ledger.closed(workers[0], request, shared)
-    assert not ledger._ended
-    assert not ledger._published_s
-
-
-def shared_prefix(one: list[BlockHash], other: list[BlockHash]) -> int:
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), min_size=1, max_size=12), st.data())
-def test_the_live_prefix_is_what_requests_hold(adds: list[tuple[int, int]], data: st.DataObject) -> None:
-    shared = random_chain(4)
-    chains = [shared + random_chain(8) for _ in range(3)]
-    live = Live()
-    held: list[set[BlockHash]] = []
-    requests = []
-    for number, length in adds:
-        hashes, before = chains[number][:length], set().union(*held)
-        request = active()
-        assert live.ledger.opened(W, request, hashes) == len(set(hashes) - before)
-        held.append(set(hashes))
-        requests.append((request, hashes))
-    for at in data.draw(st.lists(st.sampled_from(range(len(requests))), unique=True)):
-        before = set().union(*held)
-        held[at] = set()
-        assert live.ledger.closed(W, *requests[at]) == len(before - set().union(*held))
-    present = set().union(*held)
-    for hashes in chains:
-        expected = next((i for i, h in enumerate(hashes) if h not in present), len(hashes))
-        assert live.ledger.num_live(W, hashes) == expected
-    assert sum(len(each.num_requests) for each in live.ledger._live.values()) == len(present)
 
 
 class Recent:
     """A ledger that records where prompts were computed."""
 
     def __init__(self, max_bytes: int = 1 << 20) -> None:
-        self.ledger = Ledger(lambda: 0.0, 0.5, max_bytes)
+        self.ledger = Ledger(lambda: 0.0, max_bytes)
 
     def add(self, worker: str, hashes: Sequence[BlockHash]) -> None:
         self.ledger.computed(RouteRequest("r", "m", len(hashes) * SIZE, hashes), member(worker))
