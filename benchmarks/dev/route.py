@@ -24,7 +24,8 @@ and, after those, what changes:
     _hot        a prefix of 30,000 tokens that one worker holds begins 50 requests/s for a minute
     _ramp       the same, after a minute in which the rate grows
     _join       a worker joins, after its warm start
-    @load=1.5,gateways=4,fetch=20,lower_tier=4,hold=0,keys=0,copies=0,warm=0,engine=fifo   options for this cell only
+    @load=1.5,gateways=4,fetch=20,lower_tier=4,hold=0,keys=0,copies=0,warm=0,index=none,engine=fifo
+                options for this cell only
 
 Policies `without_TERM` are headstart without one term of its cost (`benchmarks.dev.simulation.ablation`).
 `worst_ratio` is headstart's mean time to first token over the best other policy's, where its lower bound is highest.
@@ -93,7 +94,10 @@ def options_of(argv: list[str]) -> Namespace:
         "--tier-load", type=float, default=20.0, metavar="Y", help="the tier gives at Y times the prefill rate"
     )
     parser.add_argument(
-        "--index", choices=("memory", "redis"), default="memory", help="redis: a real one (same figures, more time)"
+        "--index",
+        choices=("memory", "redis", "none"),
+        default="memory",
+        help="redis: a real one (same figures, more time); none: it never answers",
     )
     parser.add_argument("--index-delay", type=float, default=0.1, metavar="S", help="how late the index is")
     parser.add_argument("--report-age", type=float, default=0.05, metavar="S", help="how often workers report")

@@ -348,8 +348,8 @@ def guard_of(
         return "has failed this request"
     if request.numerics is not None and member.numerics != request.numerics:
         return "another numerics class"
-    if missing := [name for name in request.needs if name not in member.capabilities]:
-        return f"does not serve {', '.join(sorted(missing))}"
+    if not request.needs.issubset(member.capabilities):
+        return f"does not serve {', '.join(sorted(request.needs.difference(member.capabilities)))}"
     if max(request.num_prompt_tokens, request.num_context_tokens) > member.max_model_len:
         return TOO_SHORT
     if load.draining:

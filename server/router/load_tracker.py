@@ -161,7 +161,9 @@ class WorkerLoadEstimate:
         if written_s <= self.reported_s:
             return
         self.reported_s = written_s
-        self._others_s = sum(seconds for gateway, seconds in load.queued_prefill_s.items() if gateway != gateway_id)
+        self._others_s = 0.0
+        if queued_s := load.queued_prefill_s:
+            self._others_s = sum([seconds for gateway, seconds in queued_s.items() if gateway != gateway_id])
         if self._others_s > 0.0:
             self._others_seen_s = written_s
         if load.prefill_tokens_per_s != self._tokens_per_s:
@@ -189,13 +191,17 @@ class WorkerLoadEstimate:
         """
         if not self._tokens_per_s:
             return median
-        return max(self._tokens_per_s, median - self._weight(now_s) * (median - self._tokens_per_s))
+        if self._tokens_per_s >= median:
+            return self._tokens_per_s
+        return median - self._weight(now_s) * (median - self._tokens_per_s)
 
     def prefill_fixed_s(self, median_s: float, now_s: float) -> float:
         """Return the fixed part of a prefill, likewise."""
         if not self._fixed_s:
             return median_s
-        return min(self._fixed_s, median_s + self._weight(now_s) * (self._fixed_s - median_s))
+        if self._fixed_s <= median_s:
+            return self._fixed_s
+        return median_s + self._weight(now_s) * (self._fixed_s - median_s)
 
     def _weight(self, now_s: float) -> float:
         return max(0.0, 1.0 - (now_s - self._measured_s) / _RATE_MEMORY_S)

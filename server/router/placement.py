@@ -135,6 +135,7 @@ class Scorer:
         candidates: Sequence[Candidate],
         broken: Container[WorkerId] = (),
         *,
+        index_answered: bool = True,
         dry_run: bool = False,
     ) -> Decision:
         """Score every unguarded candidate; in a large fleet, those of a short list.
@@ -143,17 +144,21 @@ class Scorer:
         and draws no random numbers: the policy gets 0.5 each time.
         """
         if len(candidates) > SCORE_ALL and self._policy.takes_short_list and not dry_run:
-            decision = self._decide_by_list(request, candidates, broken)
+            decision = self._decide_by_list(request, candidates, broken, index_answered)
             if decision is not None:
                 return decision
         workers = self._views(request, candidates, broken)
         assigned_s = sum([worker.assigned_s for worker in workers]) / max(1, len(workers))
         draw = (lambda: 0.5) if dry_run else self._rng.random
-        fleet = FleetView(self._cost, assigned_s, draw)
+        fleet = FleetView(self._cost, assigned_s, draw, index_answered=index_answered)
         return self._decision(request, workers, fleet, len(candidates))
 
     def _decide_by_list(
-        self, request: RouteRequest, candidates: Sequence[Candidate], broken: Container[WorkerId]
+        self,
+        request: RouteRequest,
+        candidates: Sequence[Candidate],
+        broken: Container[WorkerId],
+        index_answered: bool,
     ) -> Decision | None:
         """Decide among the workers of the short list. None: the list does not suffice, and all must be scored."""
         short_list = self._short_lists[request.model]
@@ -166,7 +171,8 @@ class Scorer:
         if not unguarded or (request.hard_affinity and own is not None and own not in unguarded):
             return None
         common_tokens = listed.common_blocks * candidates[0].member.block_size
-        fleet = FleetView(self._cost, short_list.assigned_s / len(candidates), self._rng.random, common_tokens)
+        assigned_s = short_list.assigned_s / len(candidates)
+        fleet = FleetView(self._cost, assigned_s, self._rng.random, common_tokens, index_answered)
         decision = self._decision(request, workers, fleet, len(candidates))
         return decision if decision.best else None
 
@@ -176,11 +182,12 @@ class Scorer:
         """Score the unguarded workers, and find those with the lowest score."""
         eligible = _eligible(workers)
         if not eligible:
-            return Decision(request, workers, (), num_candidates)
+            return Decision(request, workers, (), num_candidates, fleet.index_answered)
         scores = self._policy.scores(request, eligible, fleet)
         for worker, score in zip(eligible, scores, strict=True):
             worker.guard, worker.score = None, score  # a slow or broken one is in use after all
-        return Decision(request, workers, _best(request, eligible, self._sure_ttft_s), num_candidates)
+        best = _best(request, eligible, self._sure_ttft_s)
+        return Decision(request, workers, best, num_candidates, fleet.index_answered)
 
     def place(self, decision: Decision) -> Placement:
         """Choose one of the best workers at random, and count the request there."""
@@ -294,10 +301,15 @@ def _eligible(workers: Sequence[WorkerView]) -> list[WorkerView]:
 def _best(
     request: RouteRequest, workers: Sequence[WorkerView], sure_ttft_s: Callable[[WorkerView], float]
 ) -> Sequence[WorkerView]:
-    """Return the workers with the lowest score, of those within the request's budget; or its session's own worker."""
+    """Return the workers with the lowest score, of those within the request's budget.
+
+    With an affinity key: its worker among them, or among all within the budget if it is hard.
+    """
     if request.ttft_budget_s is not None:
         workers = [worker for worker in workers if sure_ttft_s(worker) <= request.ttft_budget_s]
-    if request.hard_affinity and request.affinity_key and workers:
+    if not (request.hard_affinity and request.affinity_key):
+        lowest = min([worker.score for worker in workers if worker.score is not None], default=0.0)
+        workers = [worker for worker in workers if worker.score == lowest]
+    if request.affinity_key and len(workers) > 1:
         return [rendezvous_worker(request.affinity_key, workers)]
-    lowest = min([worker.score for worker in workers if worker.score is not None], default=0.0)
-    return [worker for worker in workers if worker.score == lowest]
+    return workers

@@ -16,8 +16,8 @@ from server.router.cost import CostModel, WorkerView, idle_best_matches
 from server.router.types import RouteRequest
 
 _Worker = TypeVar("_Worker", WorkerView, Candidate)
-AFFINITY: Final = 0.1
-"""Cost of another worker than the affinity key's, as a fraction of the uncached prompt's prefill time at that one."""
+AFFINITY: Final = 1.0
+"""Without the index, the cost of another worker than the affinity key's, over the prompt's prefill at that one."""
 _RENDEZVOUS_SEED: Final = b"3"
 """Part of the hash: every gateway must use the same."""
 
@@ -32,6 +32,7 @@ class FleetView(msgspec.Struct, frozen=True):
     """Returns a random number in [0, 1); always 0.5 in a dry run."""
     common_tokens: int | None = None
     """The match that most of a large fleet has, of which only some workers are scored."""
+    index_answered: bool = True
 
 
 class Policy:
@@ -57,12 +58,12 @@ class Policy:
 class Headstart(Policy):
     """The lowest cost in seconds (`server/router/cost.py`).
 
-    An idle worker with the longest match pays only its prefill, without the load-spreading terms. So no worker with a
-    shorter match and a similar rate is cheaper.
+    An idle worker with the longest match pays only its prefill and what it evicts, without the load-spreading terms. So
+    while it has room, no worker with a shorter match and a similar rate is cheaper.
 
     With several gateways, a random part of the report's age is added: recent work of the others is unknown, and all
-    would choose the same idle worker. To leave the affinity key's worker costs a little more, where no other one holds
-    more of the prompt.
+    would choose the same idle worker. Without the index the affinity key's worker is preferred, as every gateway finds
+    the same one.
     """
 
     takes_short_list = True
@@ -74,18 +75,13 @@ class Headstart(Policy):
             cost_s + (worker.report_age_s * fleet.draw() if worker.report_age_s else 0.0)
             for cost_s, worker in zip(cost.costs_s(workers, betas), workers, strict=True)
         ]
-        idle = idle_best_matches(workers, fleet.common_tokens)
-        for at in idle:
+        for at in idle_best_matches(workers, fleet.common_tokens):
             costs_s[at] = cost.idle_best_cost_s(workers[at], workers, betas)
-        if request.affinity_key and not idle:
-            at = workers.index(own := rendezvous_worker(request.affinity_key, workers))
+        if request.affinity_key and not fleet.index_answered:
+            own = rendezvous_worker(request.affinity_key, workers)
             if own.matched_tokens >= max(worker.matched_tokens for worker in workers):
-                # Keys spread by themselves, and every gateway must find the same worker, whatever it has sent lately.
-                least_assigned_s = min(worker.assigned_s for worker in workers)
-                recent_s = cost.assigned_weight * (own.assigned_s - least_assigned_s)
-                own_s = costs_s[at]
-                costs_s = [cost_s + AFFINITY * own.prefill_s + recent_s for cost_s in costs_s]
-                costs_s[at] = own_s
+                away_s = AFFINITY * own.prefill_s
+                return [cost_s + away_s * (each is not own) for cost_s, each in zip(costs_s, workers, strict=True)]
         return costs_s
 
 

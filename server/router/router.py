@@ -87,9 +87,10 @@ class Router:
         found_s = self._clock()
         self._metrics.route_s.observe(found_s - begun_s, "lookup")
         candidates = self._candidates(request, found)
-        decision = self.scorer.decide(request, candidates, self.fleet.broken(), dry_run=dry_run)
+        answered, broken = found is not None, self.fleet.broken()
+        decision = self.scorer.decide(request, candidates, broken, index_answered=answered, dry_run=dry_run)
         self._metrics.route_s.observe(self._clock() - found_s, "choose")
-        return decision if found is not None else replace(decision, index_answered=False)
+        return decision
 
     def _place(self, decision: Decision) -> Placement:
         """Raises NoWorkerError or TtftBudgetError."""

@@ -62,6 +62,7 @@ _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "copies": int,
     "keys": int,
     "warm": float,
+    "index": {"memory": "memory", "redis": "redis", "none": "none"}.__getitem__,
     "engine": {"fifo": "fifo", "shared": "shared"}.__getitem__,
 }
 
@@ -166,6 +167,7 @@ def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
         hold_s=0.0 if pooled else options.hold,
         keys=bool(options.keys),
         redis=options.index == "redis" and not pooled,
+        blind=options.index == "none" and not pooled,
         two_speeds=SPEEDS in cell.variants,
         death_and_join=CHURN in cell.variants,
         copies=bool(options.copies),

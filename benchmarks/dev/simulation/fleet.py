@@ -51,6 +51,8 @@ class ReplaySettings:
     """Requests name their conversation, where the clients of the workload do."""
     redis: bool = False
     """The index is a real Redis instead of its model in memory."""
+    blind: bool = False
+    """The index never answers: gateways know what they have placed."""
     two_speeds: bool = False
     """Every second worker has half the speed of the others."""
     copies: bool = True

@@ -210,7 +210,9 @@ class Replay:
         key = short_key(arrival.session.key) if self._settings.keys and arrival.session.key else None
         number, num_tokens = str(request.number), request.num_prompt_tokens
         route = RouteRequest(number, MODEL, num_tokens, request.hashes, affinity_key=key, root=ROOT)
-        return self._gateways[arrival.gateway][1].decide(route, self._candidates(request))
+        scorer = self._gateways[arrival.gateway][1]
+        candidates = self._candidates(request, scorer)
+        return scorer.decide(route, candidates, index_answered=not self._settings.blind)
 
     def _place(self, arrival: Arrival, decision: Decision) -> None:
         gateway_id, scorer = self._gateways[arrival.gateway]
@@ -345,7 +347,7 @@ class Replay:
         if isinstance(worker, MovingWorker) and worker.tier is not None and (events := worker.tier.take_events()):
             self._late.append((due_s, True, worker_id, events))
 
-    def _candidates(self, request: TraceRequest) -> list[Candidate]:
+    def _candidates(self, request: TraceRequest, scorer: Scorer) -> list[Candidate]:
         if self._settings.pooled:
             matched = self._live[0].cache.find(request.block_ids, ROOT, hashes=request.chain)
             matches = [matched] * len(self._live)
@@ -355,6 +357,9 @@ class Replay:
                 if not self._workers[worker_id].is_dead:
                     (self._tiers if in_tier else self._index).publish(worker_id, *_changes(events))
             matches = [candidate.matched_blocks for candidate in self._index.match(request.hashes)]
+            if self._settings.blind:
+                recent = scorer.ledger.recent(request.hashes)
+                matches = [recent.get((each.member.worker_id, each.member.epoch), 0) for each in self._live]
         ends: list[tuple[int, ...]] = [()] * len(self._live)
         if self._settings.lower_tier and not self._settings.pooled:
             in_tiers = [candidate.matched_blocks for candidate in self._tiers.match(request.hashes)]
