@@ -5,13 +5,14 @@
     queue_s         delay by prefills that are there already          `WorkerLoadEstimate.delay`
     num_displaced   prefills there that this one would delay          `WorkerLoadEstimate.delay`
     eviction_s      work to get back the blocks that it evicts        `CostModel.eviction_s`
+    least_eviction_s  the same, where other gateways' blocks may be the prompt's own
     decode_s        delay by and of the requests that run there       `CostModel.decode_s`
     beta            delay of later requests by one second of work     `CostModel.beta`
     fetch_cost_s    price of the fetched blocks                       `CostModel.fetch_cost_s`
 
     cost            = queue_s + eviction_s + decode_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
                       + 0.03 * recent prefill seconds of the worker
-    idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
+    idle best match = (1 + beta) * (prefill_s + fetch_cost_s) + least_eviction_s
 
 `beta` goes by the load of the workers of a similar rate.
 
@@ -147,12 +148,12 @@ class CostModel:
         ]
 
     def idle_best_cost_s(self, best: WorkerView, workers: Sequence[WorkerView], betas: Sequence[float]) -> float:
-        """Return the cost at an idle best match, no more than at any other worker of a similar rate."""
+        """Return the cost at an idle best match: what it evicts, and no more than others of a similar rate pay."""
         rate = best.prefill_tokens_per_s
         similar = [at for at, worker in enumerate(workers) if worker.prefill_tokens_per_s <= SIMILAR_RATE * rate]
         fastest = max([workers[at].prefill_tokens_per_s for at in similar])
         beta = min([betas[at] for at in similar])
-        return (1.0 + beta) * (best.prefill_s * rate / fastest + best.fetch_cost_s)
+        return (1.0 + beta) * (best.prefill_s * rate / fastest + best.fetch_cost_s) + best.least_eviction_s
 
 
 class WorkerView(msgspec.Struct, eq=False):
@@ -185,6 +186,8 @@ class WorkerView(msgspec.Struct, eq=False):
     """Wait until its blocks fit into the pool there."""
     eviction_s: float
     """Work to get back the blocks that it evicts there."""
+    least_eviction_s: float
+    """The same if requests of other gateways hold the matched blocks, as the conversation's last turn may."""
     decode_s: float
     """Delay by the requests that run there."""
     assigned_s: float
@@ -311,7 +314,7 @@ def _view(
     queue_s, num_displaced = estimate.delay(prefill_s, now_s)
     if own.num_cached > candidate.matched_blocks:  # its prefix is there when their prefill ends
         queue_s = max(queue_s, own.ready_s)
-    kv_usage, kv_wait_s, eviction_s = _pool_terms(
+    kv_usage, kv_wait_s, eviction_s, least_eviction_s = _pool_terms(
         candidate, estimate, matched_tokens, own.num_live, tokens_per_s, context
     )
     return WorkerView(  # by position: keywords cost more than the arithmetic above
@@ -330,6 +333,7 @@ def _view(
         kv_usage,
         kv_wait_s,
         eviction_s,
+        least_eviction_s,
         cost.decode_s(num_outstanding(estimate, candidate.load), context.mean_residency_s),
         estimate.assigned.at(now_s),
         estimate.report_age_s(now_s),
@@ -366,24 +370,33 @@ def _pool_terms(
     num_live: int,
     tokens_per_s: float,
     context: DecisionContext,
-) -> tuple[float, float, float]:
-    """Return `kv_usage`, `kv_wait_s` and `eviction_s`: all 0.0 for a worker that reports no pool.
+) -> tuple[float, float, float, float]:
+    """Return `kv_usage`, `kv_wait_s`, `eviction_s`, `least_eviction_s`: all 0.0 for a worker that reports no pool.
 
     Blocks that own live requests hold are not taken twice. Other matched ones are free in the report, and this request
     takes them. One that fits evicts only for its new blocks. One that waits for room finds its own evicted as well.
     """
     member, load, cost, num_tokens = candidate.member, candidate.load, context.cost, context.request.num_prompt_tokens
     if not load.num_blocks:
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     num_blocks = -(-num_tokens // member.block_size)
-    usage = (estimate.num_used_blocks(load) + num_blocks - num_live) / load.num_blocks
-    num_kept_tokens = num_live * member.block_size if usage > 1.0 else matched_tokens
-    refill_s = max(0, num_tokens - num_kept_tokens) / tokens_per_s
-    if member.layout:
-        refill_s *= cost.refill_weight(tokens_per_s, load.fetch_tokens_per_s)
+    num_used = estimate.num_used_blocks(load)
+    usage = (num_used + num_blocks - num_live) / load.num_blocks
     num_slots = load.num_blocks / num_blocks if load.num_blocks > num_blocks > 0 else 1.0
-    eviction_s = cost.eviction_s(usage, num_slots, refill_s, context.return_odds)
-    return usage, cost.kv_wait_s(usage, context.mean_residency_s, load.num_running), eviction_s
+    token_s = 1.0 / tokens_per_s
+    if member.layout:
+        token_s *= cost.refill_weight(tokens_per_s, load.fetch_tokens_per_s)
+
+    def evicted_s(usage: float) -> float:
+        num_kept_tokens = num_live * member.block_size if usage > 1.0 else matched_tokens
+        refill_s = max(0, num_tokens - num_kept_tokens) * token_s
+        return cost.eviction_s(usage, num_slots, refill_s, context.return_odds)
+
+    eviction_s = least_s = evicted_s(usage)
+    num_counted_twice = min(matched_tokens // member.block_size - num_live, num_used - estimate.num_live_blocks)
+    if num_counted_twice > 0:
+        least_s = evicted_s(usage - num_counted_twice / load.num_blocks)
+    return usage, cost.kv_wait_s(usage, context.mean_residency_s, load.num_running), eviction_s, least_s
 
 
 def idle_best_matches(workers: Sequence[WorkerView], common_tokens: int | None = None) -> list[int]:

@@ -167,6 +167,7 @@ def explained(worker: WorkerView, scorer: Scorer) -> dict[str, Any]:
         "wait_s": worker.queue_s,
         "kv_wait_s": worker.kv_wait_s,
         "eviction_s": worker.eviction_s,
+        "least_eviction_s": worker.least_eviction_s,
         "decode_s": worker.decode_s,
         "num_displaced": worker.num_displaced,
         "fetched_tokens": worker.fetched_tokens,

@@ -99,12 +99,12 @@ class WorkerLoadEstimate:
         """Cached prompt tokens to all prompt tokens."""
         self._queue: dict[TrackedRequest, None] = {}
         self._advanced_s = 0.0
-        self._num_live_blocks = 0
+        self.num_live_blocks = 0
         """Distinct blocks of own requests."""
         self._live_block_changes = deque[tuple[float, int]](maxlen=_MAX_CHANGES)
-        """(time, `_num_live_blocks`) after each change since the last report."""
+        """(time, `num_live_blocks`) after each change since the last report."""
         self._num_reported_live_blocks = 0
-        """`_num_live_blocks` when the last report was written."""
+        """`num_live_blocks` when the last report was written."""
         self.reported_s = -math.inf
         """When the last report was written."""
         self._others_s = 0.0
@@ -177,11 +177,11 @@ class WorkerLoadEstimate:
     def num_used_blocks(self, load: WorkerLoad) -> int:
         """Return the blocks that are in use there: those of own requests, and what else the last report has."""
         num_reported = max(0, load.num_blocks - load.num_free_blocks)
-        return self._num_live_blocks + max(0, num_reported - self._num_reported_live_blocks)
+        return self.num_live_blocks + max(0, num_reported - self._num_reported_live_blocks)
 
     def _count_blocks(self, num_more: int, now_s: float) -> None:
-        self._num_live_blocks += num_more
-        self._live_block_changes.append((now_s, self._num_live_blocks))
+        self.num_live_blocks += num_more
+        self._live_block_changes.append((now_s, self.num_live_blocks))
 
     def prefill_tokens_per_s(self, median: float, now_s: float) -> float:
         """Return the worker's prefill rate; `median` is the fleet's.

@@ -1,8 +1,9 @@
-"""The worker that holds the longest match gets the request whenever it can start there at once.
+"""The worker that holds the longest match gets the request where it is idle and has room.
 
 Fleets are drawn at random, with what workers report, what this gateway has sent them and how old that is. The
 condition: nothing waits or prefills at the holder, and it holds more of the prompt than most workers. Its free blocks
-cover the uncached prompt and the answer.
+cover the uncached prompt and the answer. Then another worker wins only where the holder would evict more work than its
+match saves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 
 from cache.records import Candidate, WorkerLoad
 from cache.types import BlockHash, GatewayId, WorkerId
-from server.router.placement import Placement, Scorer
+from server.router.placement import Decision, Placement, Scorer
 from server.router.policies import make_policy
 from server.router.types import RouteRequest
 from tests.server.router.fleets import BLOCK, RATE, Clock, member
@@ -52,6 +53,7 @@ class Case:
             affinity_key=rng.choice([None, None, "conversation"]),
         )
         self.answer_blocks = rng.randrange(8)
+        self.return_share = rng.choice([0.0, 0.5, 0.9])
         self.workers = [member(f"w{number}") for number in range(rng.choice([1, 2, 3, 4, 8, 16, 16]))]
         shared = rng.randrange(num_blocks + 1) if rng.random() < 0.4 else 0
         self.matches = [shared if rng.random() < 0.9 else 0 for _ in self.workers]
@@ -67,8 +69,9 @@ class Case:
             to = rng.choice(self.workers)
             tokens = rng.choice([20, 400, 9000])
             load = WorkerLoad(prefill_tokens_per_s=RATE)
-            # Only one worker is seen by this decision, so the request goes there.
-            decision = self.scorer.decide(RouteRequest("o", "m", tokens, []), [Candidate(to, load, 0, 0.0)])
+            # Only one worker is seen by this decision, so the request goes there. What it finds makes prompts return.
+            candidate = Candidate(to, load, tokens // BLOCK * (rng.random() < self.return_share), 0.0)
+            decision = self.scorer.decide(RouteRequest("o", "m", tokens, []), [candidate])
             placement = self.scorer.place(decision)
             self.clock.now_s += rng.choice([0.0, 0.01, 1.0])
             self._go_on(placement, rng.choice(["queued", "started", "first token", "first token", "ended", "ended"]))
@@ -123,21 +126,32 @@ class Case:
         return worker.worker_id if not waits and load.num_free_blocks - arriving >= needed else None
 
 
-def test_the_holder_wins_when_nothing_waits_at_it() -> None:
-    num_meeting = 0
+def wins(decision: Decision, holder: WorkerId) -> bool:
+    """Return whether the holder gets the request. Else it would evict more than it saves."""
+    home = next(view for view in decision.workers if view.member.worker_id == holder)
+    if list(decision.best) == [home]:
+        return True
+    for other in decision.best:
+        assert other is not home
+        assert home.least_eviction_s > other.prefill_s - home.prefill_s > 0.0
+    return False
+
+
+def test_the_holder_wins_where_it_is_idle_and_has_room() -> None:
+    won = []
     for seed in range(NUM_CASES):
         case = Case(random.Random(seed))
         holder = case.holder()
         decision = case.scorer.decide(case.request, case.candidates)
         if holder is not None:
-            num_meeting += 1
-            assert [view.member.worker_id for view in decision.best] == [holder], f"seed {seed}"
-    print(f"{num_meeting} of {NUM_CASES} cases meet the condition")
-    assert num_meeting >= MIN_MEETING
+            won.append(wins(decision, holder))
+    print(f"{len(won)} of {NUM_CASES} cases meet the condition, and in {sum(won)} the holder wins")
+    assert len(won) >= MIN_MEETING
+    assert 0.9 * len(won) < sum(won) < len(won)
 
 
 def test_clearly_different_rates_count() -> None:
-    """Rates that differ by less than SIMILAR_RATE count as equal."""
+    """Rates that differ by less than SIMILAR_RATE count as equal: only then may a holder be slower."""
     num_like = num_unlike = 0
     for seed in range(2_000):
         rates = random.Random(seed).choice([(1.0, 1.2, 1.45), (1.0, 1.6, 4.0, 30.0)])
@@ -150,7 +164,7 @@ def test_clearly_different_rates_count() -> None:
         soonest_s = min(view.prefill_s for view in decision.workers if view is not home)
         like = len(rates) == 3
         if like or home.prefill_s < soonest_s:
-            assert list(decision.best) == [home], f"seed {seed}"
+            wins(decision, holder)
             num_like += like
             num_unlike += not like
     assert min(num_like, num_unlike) > 100, (num_like, num_unlike)

@@ -47,6 +47,7 @@ def view(
         "kv_usage": 0.0,
         "kv_wait_s": 0.0,
         "eviction_s": 0.0,
+        "least_eviction_s": 0.0,
         "decode_s": 0.0,
         "assigned_s": 0.0,
         "report_age_s": 0.0,
@@ -59,8 +60,11 @@ def make_request(num_blocks: int = 10, **changes: str) -> RouteRequest:
     return RouteRequest("r", "m", num_blocks * 16 + 1, hashes, affinity_key=changes.get("affinity_key"))
 
 
-def chosen(policy: Policy, request: RouteRequest, *workers: WorkerView, assigned_s: float = 0.0) -> set[str]:
-    scores = policy.scores(request, workers, FleetView(COST, assigned_s / len(workers), draw=lambda: 0.5))
+def chosen(
+    policy: Policy, request: RouteRequest, *workers: WorkerView, assigned_s: float = 0.0, index_answered: bool = True
+) -> set[str]:
+    fleet = FleetView(COST, assigned_s / len(workers), lambda: 0.5, index_answered=index_answered)
+    scores = policy.scores(request, workers, fleet)
     assert len(scores) == len(workers)
     return {w.member.worker_id for w, score in zip(workers, scores, strict=True) if score == min(scores)}
 
@@ -136,21 +140,23 @@ def test_headstart_draws_where_other_gateways_may_have_sent_work() -> None:
     assert first - second == pytest.approx(0.2)
 
 
-def test_a_cache_key_is_a_hint_that_any_match_or_queue_outweighs() -> None:
-    """Among equals the key's worker, whatever else each gateway has seen; not at the price of a match or of a queue."""
+def test_without_the_index_a_key_outweighs_a_prefill_elsewhere() -> None:
+    """Every gateway prefers the same worker, whatever it has sent lately, but for a longer match or a long queue."""
     requests = [make_request(affinity_key=f"conversation {number}") for number in range(64)]
     names = [f"w{number}" for number in range(4)]
     first, second = make_policy("headstart"), make_policy("headstart")
-    homes = [chosen(first, request, *map(view, names)) for request in requests]
+    homes = [chosen(first, request, *map(view, names), index_answered=False) for request in requests]
     assert {name for home in homes for name in home} == set(names), "keys spread"
     for request, home in zip(requests, homes, strict=True):
         (name,) = home
-        others = [other for other in names if other != name]
+        others = [view(other) for other in names if other != name]
         busy_lately = view(name, assigned_s=5.0)
-        assert chosen(second, request, *map(view, reversed(others)), busy_lately) == home
-        assert name not in chosen(first, request, *map(view, others), view(name, queue_s=0.15))
+        assert chosen(second, request, *reversed(others), busy_lately, index_answered=False) == home
+        assert chosen(second, request, *others, busy_lately) == {each.member.worker_id for each in others}
+        long_s = 1.1 * AFFINITY
+        assert name not in chosen(first, request, *others, view(name, queue_s=long_s), index_answered=False)
         warm = view("warm", matched_tokens=160, prefill_s=0.01)
-        assert chosen(first, request, *map(view, names), warm) == {"warm"}
+        assert chosen(first, request, *others, view(name), warm, index_answered=False) == {"warm"}
 
 
 def test_longest_prefix_prefers_the_match_to_the_load() -> None:
@@ -219,7 +225,7 @@ def test_every_policy_answers_for_one_worker_and_an_empty_prompt(name: str) -> N
         max_size=5,
     ),
 )
-def test_no_cost_is_negative_and_a_session_has_its_tenth(
+def test_no_cost_is_negative_and_a_key_counts_without_the_index(
     seed: int, loads: list[tuple[float, float, float, int]]
 ) -> None:
     """The choice is as if the session's own worker had a discount: costs are seconds, which it would make negative."""
@@ -228,25 +234,19 @@ def test_no_cost_is_negative_and_a_session_has_its_tenth(
         for at, (queue_s, prefill_s, assigned_s, matched) in enumerate(loads)
     ]
     fleet = FleetView(COST, sum(load[2] for load in loads) / len(workers), lambda: 0.5)
-    plain = make_policy("headstart").scores(make_request(num_blocks=4), workers, fleet)
-    costs_s = make_policy("headstart").scores(make_request(num_blocks=4, affinity_key=f"k{seed}"), workers, fleet)
+    blind, policy = replace(fleet, index_answered=False), make_policy("headstart")
+    plain, request = policy.scores(make_request(num_blocks=4), workers, fleet), make_request(4, affinity_key=f"k{seed}")
+    costs_s = policy.scores(request, workers, blind)
     assert min(costs_s) >= 0.0
+    assert policy.scores(request, workers, fleet) == plain, "the index knows more than a key"
     own = workers.index(rendezvous_worker(f"k{seed}", workers))
-    if costs_s != plain:
-        recent_s = COST.assigned_weight * (workers[own].assigned_s - min(load[2] for load in loads))
-        left_s = AFFINITY * workers[own].prefill_s + recent_s
-        assert costs_s == pytest.approx([cost_s + left_s * (at != own) for at, cost_s in enumerate(plain)])
     if workers[own].matched_tokens < max(worker.matched_tokens for worker in workers):
         assert costs_s == plain, "another one holds more of the prompt"
+    else:
+        away_s = AFFINITY * workers[own].prefill_s
+        assert costs_s == pytest.approx([cost_s + away_s * (at != own) for at, cost_s in enumerate(plain)])
 
 
-@pytest.mark.parametrize("queue_s", [0.05, 2.0])
-def test_a_cache_key_yields_to_a_longer_match_at_a_busy_worker(queue_s: float) -> None:
-    names, fleet = [f"w{at}" for at in range(3)], FleetView(COST, 0.0, draw=lambda: 0.5)
-    alike = [view(name, matched_tokens=64) for name in names]
+def test_a_match_that_most_have_makes_no_home() -> None:
+    alike = [view(f"w{at}", matched_tokens=64) for at in range(3)]
     assert [idle_best_matches(alike, common) for common in (None, 64, 16)] == [[], [], [0, 1, 2]]
-    for number in range(16):
-        own = rendezvous_worker(f"k{number}", [view(name) for name in names]).member.worker_id
-        workers = [view(name, queue_s=queue_s, matched_tokens=16 if name == own else 64) for name in names]
-        plain = make_policy("headstart").scores(make_request(), workers, fleet)
-        assert make_policy("headstart").scores(make_request(affinity_key=f"k{number}"), workers, fleet) == plain
