@@ -51,6 +51,7 @@ from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
 from server.ops.overview import Overview
+from server.ops.workers_needed import WorkersNeeded
 from server.request.services import RequestServices
 from server.request_context import RequestContext, add_ids
 from server.router.copies import Copies, CopyPlanner
@@ -59,7 +60,6 @@ from server.router.index_accuracy import IndexAccuracy
 from server.router.placement import Placement
 from server.router.queue import RequestQueue
 from server.router.router import Router
-from server.router.workers_needed import WorkersNeeded
 from server.text.shapes import REPAIRS
 from server.usage.day import DayHistory
 from server.usage.log import UsageLog

@@ -27,8 +27,8 @@ from server.errors import UnavailableError
 from server.http.stream import CancelOnDisconnect, ClientGoneError, SseWriter, client_of, sse
 from server.ops.changes import FeedChanges
 from server.ops.overview import Overview
+from server.ops.prefix_tree import MAX_ROWS, tree_rows
 from server.request_context import CURRENT
-from server.router.ledger import MAX_ROWS, tree_rows
 
 RATE_WINDOW_S: Final = 5.0  # short: a shown rate follows a change within seconds
 QUANTILE_WINDOW_S: Final = 60.0  # long: a p99 needs many requests

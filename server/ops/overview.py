@@ -17,13 +17,13 @@ from cache.types import WorkerId
 from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
 from server.metrics import GatewayMetrics
+from server.ops.prefix_tree import SharedPrefix, top
+from server.ops.workers_needed import WorkersNeeded
 from server.router.copies import Copies
 from server.router.decisions import DecisionLog, explained
 from server.router.index_accuracy import IndexAccuracy
-from server.router.ledger import SharedPrefix
 from server.router.router import Router
 from server.router.types import RouteRequest
-from server.router.workers_needed import WorkersNeeded
 from server.usage.day import DayHistory
 from server.usage.totals import UsageTotals
 from server.workers.fleet import Fleet, NoIndex
@@ -182,7 +182,7 @@ class Overview(Collector):
 
     def prefixes(self, limit: int, model: str | None = None) -> list[SharedPrefix]:
         """Return the prefixes that saved most tokens at live workers."""
-        return self.router.scorer.ledger.top(self.fleet.live_workers(model), limit)
+        return top(self.router.scorer.ledger, self.fleet.live_workers(model), limit)
 
     def _live_workers(self) -> list[Candidate]:
         """Return the live workers of every model."""

@@ -1,14 +1,4 @@
-"""The cost of a request at each worker, in seconds: every term, in the order of docs/routing.md.
-
-    fetch_s         time to get blocks from tiers and a peer          `fetch_plan.plan_fetch`
-    prefill_s       time to compute the other tokens                  `_view`
-    queue_s         delay by prefills that are there already          `WorkerLoadEstimate.delay`
-    num_displaced   prefills there that this one would delay          `WorkerLoadEstimate.delay`
-    eviction_s      work to get back the blocks that it evicts        `CostModel.eviction_s`
-    least_eviction_s  the same, where other gateways' blocks may be the prompt's own
-    decode_s        delay by and of the requests that run there       `CostModel.decode_s`
-    beta            delay of later requests by one second of work     `CostModel.beta`
-    fetch_cost_s    price of the fetched blocks                       `CostModel.fetch_cost_s`
+"""The cost of a request at each worker, in seconds. docs/routing.md has its terms.
 
     cost            = queue_s + eviction_s + decode_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
                       + 0.03 * recent prefill seconds of the worker
@@ -233,13 +223,6 @@ class WorkerView(msgspec.Struct, eq=False):
         return self.wait_s + self.fetch_s + self.prefill_s
 
     @property
-    def uncached_fits(self) -> bool:
-        """True if the blocks that it does not hold yet fit next to those of running requests."""
-        num_blocks = self.load.num_blocks
-        num_matched = self.matched_tokens // self.member.block_size
-        return round(self.kv_usage * num_blocks) - max(0, num_matched - self.num_live_blocks) <= num_blocks
-
-    @property
     def num_outstanding(self) -> int:
         """Unfinished requests there."""
         return num_outstanding(self.estimate, self.load)
@@ -402,8 +385,8 @@ def _pool_terms(
 def idle_best_matches(workers: Sequence[WorkerView], common_tokens: int | None = None) -> list[int]:
     """Return the positions of the workers with the longest match that could start at once; none if most have it.
 
-    Nothing waits or prefills there, and the request's new blocks fit next to those of running requests.
-    `common_tokens`: the match that most of the fleet has, where these workers are a part of it.
+    Nothing waits or prefills there. `common_tokens`: the match that most of the fleet has, where these workers are a
+    part of it.
     """
     matches = [worker.matched_tokens for worker in workers]
     longest = max(matches)
@@ -412,5 +395,5 @@ def idle_best_matches(workers: Sequence[WorkerView], common_tokens: int | None =
     return [
         at
         for at, worker in enumerate(workers)
-        if matches[at] == longest and not worker.queue_s and not worker.num_waiting and worker.uncached_fits
+        if matches[at] == longest and not worker.queue_s and not worker.num_waiting
     ]

@@ -1,22 +1,19 @@
 """Prompts of the past that this gateway tracks without the index. Nothing of it is written to Redis.
 
     recent    the worker that last computed each block: replaces the index while Redis does not answer
-    hits      the prefixes that requests found cached: the tree that operators see
+    hits      the prefixes that requests found cached: `server.ops.prefix_tree`
 
 Both share one bound in bytes. The least recently used chain is forgotten first.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, Final
+from typing import Final
 
-from cache.hashing import index_entry
 from cache.records import WorkerMember
-from cache.types import BlockHash, WorkerId, WorkerIncarnation
+from cache.types import BlockHash, WorkerIncarnation
 from server.router.types import RouteRequest
 
 MAX_BYTES: Final = 64 << 20  # half a million blocks
@@ -24,17 +21,10 @@ _BLOCK_BYTES: Final = 120
 """A hash, its entry in a table, and its place in a chain."""
 _CHAIN_BYTES: Final = 600  # an estimate, like the next: only `MAX_BYTES` depends on it
 _HIT_BYTES: Final = 100  # a worker and a count
-_MAX_MATCHES: Final = 2048
-"""The latest prefixes with hits of which the tree is made."""
-MAX_ROWS: Final = 16  # bounds a frame of the dashboard's feed
-MAX_HOLDERS: Final = 6
-"""Workers named in a row; the rest are counted."""
-SharedPrefix = dict[str, Any]
-"""A prefix at which matches ended, as JSON. Hashes are 8 bytes in hex, as in Redis."""
 
 
 @dataclass(slots=True, eq=False)
-class _Chain:
+class Chain:
     """The blocks up to one block, which names it."""
 
     model: str
@@ -54,12 +44,12 @@ class Ledger:
     """Owned by one gateway's scorer."""
 
     def __init__(self, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
-        self._clock = clock
+        self.clock = clock
         self._max_bytes = max_bytes
         self.num_bytes = 0
-        self._chains: dict[BlockHash, _Chain] = {}
+        self.chains: dict[BlockHash, Chain] = {}
         """By the last block, the least recently used first."""
-        self._recent: dict[BlockHash, _Chain] = {}
+        self._recent: dict[BlockHash, Chain] = {}
         """The last chain computed with each block."""
 
     def computed(self, request: RouteRequest, member: WorkerMember) -> None:
@@ -95,84 +85,21 @@ class Ledger:
             matched[chain.computed_at] = position
         return matched
 
-    def _use(self, request: RouteRequest, member: WorkerMember, num_blocks: int) -> _Chain:
+    def _use(self, request: RouteRequest, member: WorkerMember, num_blocks: int) -> Chain:
         """Return the chain of the prompt's first blocks, as the most recently used one."""
         last = request.hashes[num_blocks - 1]
-        chain = self._chains.pop(last, None)
+        chain = self.chains.pop(last, None)
         if chain is None:
-            chain = _Chain(request.model, member.block_size, request.hashes[:num_blocks])
+            chain = Chain(request.model, member.block_size, request.hashes[:num_blocks])
             self.num_bytes += chain.num_bytes
-        self._chains[last] = chain
-        chain.last_s = self._clock()
+        self.chains[last] = chain
+        chain.last_s = self.clock()
         return chain
 
     def _forget(self) -> None:
-        while self.num_bytes > self._max_bytes and len(self._chains) > 1:
-            oldest = self._chains.pop(next(iter(self._chains)))
+        while self.num_bytes > self._max_bytes and len(self.chains) > 1:
+            oldest = self.chains.pop(next(iter(self.chains)))
             self.num_bytes -= oldest.num_bytes
             for block_hash in oldest.hashes:
                 if self._recent.get(block_hash) is oldest:
                     del self._recent[block_hash]
-
-    def top(self, live: Iterable[WorkerMember], limit: int) -> list[SharedPrefix]:
-        """Return the prefixes that saved most tokens. Only hits on `live` workers, in their current epoch, count."""
-        incarnations = {(member.worker_id, member.epoch) for member in live}
-        latest = islice(
-            ((last, chain) for last, chain in reversed(self._chains.items()) if chain.num_hits), _MAX_MATCHES
-        )
-        own: dict[BlockHash, dict[WorkerId, int]] = {}
-        for last, chain in latest:
-            if found := {key[0]: count for key, count in chain.num_hits.items() if key in incarnations}:
-                own[last] = found
-        below: dict[BlockHash, list[BlockHash]] = {last: [] for last in own}
-        for last in own:
-            for block_hash in self._chains[last].hashes:
-                if block_hash in below:
-                    below[block_hash].append(last)
-        num_own = {last: sum(found.values()) for last, found in own.items()}
-
-        def rank(last: BlockHash) -> tuple[int, BlockHash]:
-            chain = self._chains[last]
-            return -sum(num_own[each] for each in below[last]) * len(chain.hashes) * chain.block_size, last
-
-        return [self._shared(last, below[last], own) for last in sorted(own, key=rank)[:limit]]
-
-    def _shared(
-        self, last: BlockHash, below: Sequence[BlockHash], own: dict[BlockHash, dict[WorkerId, int]]
-    ) -> SharedPrefix:
-        """`below`: the prefixes that continue it, and itself."""
-        chain = self._chains[last]
-        hits: Counter[WorkerId] = Counter()
-        for each in below:
-            hits.update(own[each])
-        return {
-            "model": chain.model,
-            "hash": index_entry(last).hex(),
-            # Shorter shared prefixes, the shortest first, then this one.
-            "path": [index_entry(block_hash).hex() for block_hash in chain.hashes if block_hash in own],
-            "num_blocks": len(chain.hashes),
-            "num_tokens": len(chain.hashes) * chain.block_size,
-            "num_hits": hits.total(),  # requests whose match ended here or below
-            "idle_s": max(0.0, self._clock() - max(self._chains[each].last_s for each in below)),
-            "workers": [worker_id for worker_id, _ in sorted(hits.items(), key=lambda item: (-item[1], item[0]))],
-        }
-
-
-def tree_rows(prefixes: Sequence[SharedPrefix]) -> list[dict[str, Any]]:
-    """Return rows in the order of a drawn tree, best siblings first; `parent` is the nearest row above."""
-    known = {(prefix["model"], prefix["hash"]) for prefix in prefixes}
-    children: dict[tuple[str, str | None], list[SharedPrefix]] = {}
-    for prefix in prefixes:
-        model = prefix["model"]
-        above = (name for name in reversed(prefix["path"][:-1]) if (model, name) in known)
-        children.setdefault((model, next(above, None)), []).append(prefix)
-
-    def rows(model: str, parent: str | None, level: int) -> Iterator[dict[str, Any]]:
-        for prefix in children.get((model, parent), ()):
-            same = {name: prefix[name] for name in ("hash", "model", "num_tokens", "num_hits", "idle_s")}
-            holders = {"workers": sorted(prefix["workers"][:MAX_HOLDERS]), "num_workers": len(prefix["workers"])}
-            yield {**same, **holders, "parent": parent, "level": level}
-            yield from rows(model, prefix["hash"], level + 1)
-
-    models = dict.fromkeys(prefix["model"] for prefix in prefixes)
-    return [row for model in models for row in rows(model, None, 1)]

@@ -189,19 +189,13 @@ class WorkerLoadEstimate:
         A slow measurement counts less the older it is: a slow worker gets no requests while faster ones are idle, so
         it would never be measured again.
         """
-        if not self._tokens_per_s:
-            return median
-        if self._tokens_per_s >= median:
-            return self._tokens_per_s
-        return median - self._weight(now_s) * (median - self._tokens_per_s)
+        rate = self._tokens_per_s
+        return median + self._weight(now_s) * (rate - median) if 0.0 < rate < median else rate or median
 
     def prefill_fixed_s(self, median_s: float, now_s: float) -> float:
         """Return the fixed part of a prefill, likewise."""
-        if not self._fixed_s:
-            return median_s
-        if self._fixed_s <= median_s:
-            return self._fixed_s
-        return median_s + self._weight(now_s) * (self._fixed_s - median_s)
+        fixed_s = self._fixed_s
+        return median_s + self._weight(now_s) * (fixed_s - median_s) if fixed_s > median_s else fixed_s or median_s
 
     def _weight(self, now_s: float) -> float:
         return max(0.0, 1.0 - (now_s - self._measured_s) / _RATE_MEMORY_S)

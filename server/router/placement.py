@@ -163,7 +163,7 @@ class Scorer:
         """Decide among the workers of the short list. None: the list does not suffice, and all must be scored."""
         short_list = self._short_lists[request.model]
         holders = self._live.holders(self._live.path(request.hashes), MAX_HOLDERS)
-        listed = short_list.choose(request, candidates, holders)
+        listed = short_list.choose(request, candidates, holders, index_answered)
         workers = self._views(request, listed.candidates, broken)
         short_list.scored(workers)
         unguarded = {worker.member.worker_id for worker in workers if worker.guard is None}

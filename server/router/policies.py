@@ -130,17 +130,15 @@ def rendezvous_weights(key: bytes, workers: Sequence[WorkerView | Candidate]) ->
     The key's worker changes only when it leaves or a worker with a lower weight joins.
     """
     key = blake2b(key, digest_size=32).digest()
-    return [_weight(key, worker.member.worker_id.encode()) for worker in workers]
+    ids = [worker.member.worker_id.encode() for worker in workers]
+    digests = [blake2b(each, digest_size=8, key=key, person=_RENDEZVOUS_SEED).digest() for each in ids]
+    return [int.from_bytes(digest, "big") for digest in digests]
 
 
 def rendezvous_worker(key: str, workers: Sequence[_Worker]) -> _Worker:
     """Return the key's worker."""
     weights = rendezvous_weights(key.encode(), workers)
     return workers[weights.index(min(weights))]
-
-
-def _weight(key: bytes, worker_id: bytes) -> int:
-    return int.from_bytes(blake2b(worker_id, digest_size=8, key=key, person=_RENDEZVOUS_SEED).digest(), "big")
 
 
 POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {

@@ -2,7 +2,7 @@
 
     holders        of more of the prompt than most, in the index or pending: the longest matches
     least loaded   by the report that every candidate carries, and this gateway's own queue there
-    affinity       the worker of the request's affinity key
+    affinity       the worker of the request's affinity key, where it is hard or the index did not answer
     in turn        a few others, so that the estimate of each worker is renewed now and then
 
 Scoring takes 4 us a worker, and this selection one pass over the matches. So a decision among 1,000 workers takes
@@ -20,15 +20,13 @@ from cache.records import Candidate, WorkerLoad
 from cache.types import WorkerId, WorkerIncarnation
 from server.router.cost import WorkerView
 from server.router.policies import rendezvous_worker
-from server.router.types import Key, RouteRequest
+from server.router.types import RouteRequest
 
 SCORE_ALL: Final = 64
 """A fleet of at most this many workers is scored whole."""
 MAX_HOLDERS: Final = 12  # with the next two and the affinity worker, some 30 are scored
 NUM_LEAST_LOADED: Final = 8  # several gateways choose from them: fewer would send all to the same
 NUM_IN_TURN: Final = 8  # renews the estimates of 1,000 workers within 125 decisions
-_MAX_KEYS: Final = 4096
-"""Affinity keys whose workers are remembered."""
 
 
 class Listed(NamedTuple):
@@ -38,7 +36,7 @@ class Listed(NamedTuple):
     common_blocks: int
     """The median of the workers' matches, in their pools."""
     affinity_worker: WorkerId | None
-    """The worker of the request's affinity key."""
+    """The worker of the request's affinity key, where that counts."""
 
 
 class ShortList:
@@ -61,10 +59,13 @@ class ShortList:
         self._order: list[WorkerId] = []
         """These workers by `_load_s`, as sorted last: the next sort takes one pass."""
         self._turn = 0
-        self._affinity_workers: dict[Key, WorkerId] = {}
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[Candidate], pending: Iterable[WorkerIncarnation]
+        self,
+        request: RouteRequest,
+        candidates: Sequence[Candidate],
+        pending: Iterable[WorkerIncarnation],
+        index_answered: bool,
     ) -> Listed:
         """Return the candidates to score. `pending`: workers that will hold most of the prompt."""
         by_id = {candidate.member.worker_id: candidate for candidate in candidates}
@@ -84,24 +85,15 @@ class ShortList:
         chosen = {candidate.member.worker_id for _, candidate in holders}
         chosen.update(worker_id for worker_id, _ in pending if worker_id in by_id)
         chosen.update(self._least_loaded(by_id))
-        affinity_worker = self._affinity_worker(request.affinity_key, candidates) if request.affinity_key else None
-        if affinity_worker is not None:
+        affinity_worker = None
+        if request.affinity_key and (request.hard_affinity or not index_answered):
+            affinity_worker = rendezvous_worker(request.affinity_key, candidates).member.worker_id
             chosen.add(affinity_worker)
         begin, end = self._turn, self._turn + NUM_IN_TURN
         self._turn = end % len(candidates)
         turn = chain(candidates[begin:end], candidates[: max(0, end - len(candidates))])
         chosen.update([candidate.member.worker_id for candidate in turn])
         return Listed([by_id[worker_id] for worker_id in sorted(chosen)], common_blocks, affinity_worker)
-
-    def _affinity_worker(self, key: Key, candidates: Sequence[Candidate]) -> WorkerId:
-        """Return the affinity key's worker."""
-        worker_id = self._affinity_workers.get(key)
-        if worker_id is None:
-            worker_id = rendezvous_worker(key, candidates).member.worker_id
-            if len(self._affinity_workers) >= _MAX_KEYS:
-                self._affinity_workers.clear()
-            self._affinity_workers[key] = worker_id
-        return worker_id
 
     def scored(self, views: Sequence[WorkerView]) -> None:
         """Replace the assigned work of the scored workers by that of their views."""
@@ -144,7 +136,6 @@ class ShortList:
         """Take this list of workers; new ones count as idle."""
         self._assigned_s = {worker_id: self._assigned_s.get(worker_id, 0.0) for worker_id in workers}
         self.assigned_s = sum(self._assigned_s.values())
-        self._affinity_workers.clear()
         self._turn = 0
         self._loads, self._load_s = (), {}
 

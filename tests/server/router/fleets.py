@@ -14,6 +14,7 @@ from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
 from server.metrics import GatewayMetrics
 from server.ops.overview import Overview
+from server.ops.workers_needed import WorkersNeeded
 from server.router.copies import Copies, CopyPlanner, SendCopy
 from server.router.decisions import DecisionLog
 from server.router.index_accuracy import IndexAccuracy
@@ -21,7 +22,6 @@ from server.router.placement import Placement
 from server.router.queue import RequestQueue
 from server.router.router import Router
 from server.router.types import RouteRequest
-from server.router.workers_needed import WorkersNeeded
 from server.workers.connection import WorkerAbsent, WorkerLost
 from server.workers.fleet import Fleet
 from tests.members import make_member

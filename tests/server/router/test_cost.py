@@ -277,14 +277,6 @@ def test_a_copy_costs_a_share_of_computing_it() -> None:
     assert cost.fetch_cost_s(FetchPlan(1000, (1000,), 0, 0.001), RATE) == 0.001, "what is loaded is no copy of a peer's"
 
 
-def test_a_request_fits_as_soon_as_its_new_blocks_do() -> None:
-    """To the block, although the share of the pool is rounded."""
-    for matched, free in itertools.product(range(12), range(14)):
-        load = report(num_blocks=400, num_free_blocks=free)
-        (worker,) = decided(Candidate(member("w"), load, matched), num_blocks=11).workers
-        assert worker.uncached_fits == (12 - matched <= free), f"{matched} matched, {free} free"
-
-
 @pytest.mark.parametrize(("ends", "num_matched", "num_taken"), [("", 5, 4), ("", 49, 48), ("exact", 5, 5), ("", 1, 0)])
 def test_a_match_is_rounded_down_to_blocks_of_the_engine(ends: str, num_matched: int, num_taken: int) -> None:
     member = mover("a", engine_block_size=2 * BLOCK, ends=ends)

@@ -12,7 +12,7 @@ import pytest
 
 from cache.records import Candidate, WorkerLoad
 from cache.types import HASH_BYTES, BlockHash
-from server.router.workers_needed import INTERVAL_S, SETTLE_S, SPREAD, WARM_UP_S, WorkersNeeded
+from server.ops.workers_needed import INTERVAL_S, SETTLE_S, SPREAD, WARM_UP_S, WorkersNeeded
 from tests.members import make_member
 
 ROOT = BlockHash(b"\0" * HASH_BYTES)
