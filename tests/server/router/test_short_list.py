@@ -104,7 +104,7 @@ def test_workers_that_leave_and_join_are_in_the_order() -> None:
 def test_the_load_of_a_large_fleet_counts_what_was_placed() -> None:
     """The delay of later requests, beta, depends on it."""
     short_list, candidates = ShortList(0.03, lambda worker_id: 0.0), fleet(1000)
-    short_list.choose(make_request(chain(4)), candidates, ())
+    short_list.choose(make_request(chain(4)), candidates, (), index_answered=True)
     for number in range(300):
         short_list.placed(candidates[number].member.worker_id, 0.5)
     assert short_list.assigned_s == pytest.approx(150.0)
