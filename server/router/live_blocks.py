@@ -1,7 +1,7 @@
 """The blocks of live requests at each worker: they hold room, and are cached there once computed.
 
 A radix tree over block hashes. A hash names all blocks before it, so two prompts share a node's blocks up to one
-position, which is searched by halves. A request costs a step for each node on its path, not for each block.
+position. It is searched by halves. A request costs a step for each node on its path, not for each block.
 
     node    blocks `start` to `end` of a prompt, that of all its requests
     there   the node's requests at one worker: live ones, and ended ones whose blocks the index does not have yet

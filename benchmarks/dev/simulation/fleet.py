@@ -52,7 +52,7 @@ class ReplaySettings:
     redis: bool = False
     """The index is a real Redis instead of its model in memory."""
     blind: bool = False
-    """The index never answers: gateways know what they have placed."""
+    """The index never answers: each gateway has only its own placements."""
     two_speeds: bool = False
     """Every second worker has half the speed of the others."""
     copies: bool = True
