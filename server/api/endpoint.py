@@ -35,6 +35,7 @@ from server.request.response import ResponseStream
 from server.request.services import RequestServices
 from server.request_context import CURRENT, RequestContext
 from server.usage.account import Account
+from worker.common.http_protocol import ANSWER
 from worker.common.tracing import Tracing
 
 PART_BYTES: Final = 1 << 18
@@ -262,7 +263,8 @@ class GenerateEndpoint(ABC):
         self, answer: Answer, more: Headers, context: RequestContext, account: Account, scope: Scope, send: Send
     ) -> None:
         client, response = client_of(scope), answer.response
-        writer = SseWriter(send, lambda: [*more, *response.headers()], answer.formatter.ping)
+        ping, write = answer.formatter.ping, scope[ANSWER].write
+        writer = SseWriter(send, lambda: [*more, *response.headers()], ping, write)
         first_s = 0.0
 
         async def events_of(deltas: list[ChoiceDelta]) -> bytes:

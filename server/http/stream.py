@@ -50,8 +50,16 @@ class SseWriter:
     A ping is a keep-alive: the server sends it while it has no event.
     """
 
-    def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]], ping: bytes = PING) -> None:
+    def __init__(
+        self,
+        send: Send,
+        headers: Callable[[], list[tuple[bytes, bytes]]],
+        ping: bytes = PING,
+        write: Callable[[bytes], bool] = lambda part: False,
+    ) -> None:
+        """`write` of the AnswerCycle writes a part at once, where the client reads; False: `send` has to wait."""
         self._send = send
+        self._write_now = write
         self._headers = headers
         self._ping_bytes = ping
         self._ping_task: asyncio.Task[None] | None = None
@@ -90,6 +98,8 @@ class SseWriter:
             headers = HEADERS + self._headers()
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self.last_write_s = time.monotonic()
+        if more and self._write_now(data):
+            return
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 

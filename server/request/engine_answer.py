@@ -15,8 +15,9 @@ Source: docs/architecture/engine_text.md.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -35,6 +36,25 @@ _value_of: Final = msgspec.json.Decoder().decode
 _encode: Final = msgspec.json.Encoder().encode
 _NULL: Final = Raw(b"null")
 _PLAIN: Final = frozenset({"role", "content"})
+_text_of: Final = msgspec.json.Decoder(str).decode
+_ID: Final = rb"(?:0|[1-9]\d*)"
+_IDS: Final = re.compile(_ID + rb"(?:, ?" + _ID + rb")*")
+_PLAIN_EVENT: Final = re.compile(
+    rb'(.*"delta": ?)(\{"content": ?("(?:[^"\\]|\\.)*")\})(.*"token_ids": ?)\[[\d, ]+\](.*)', re.DOTALL
+)
+
+
+class _Shape(NamedTuple):
+    """The bytes around content and token ids in an event, and around the content that is passed on.
+
+    The next event of the same bytes is not parsed: its content is one JSON string, and its ids are numbers.
+    """
+
+    before: bytes
+    between: bytes
+    after: bytes
+    passed_before: bytes
+    passed_after: bytes
 
 
 class EngineChoice(Choice):
@@ -70,6 +90,8 @@ class EngineAnswer:
     def reset(self) -> None:
         """Forget everything: nothing has been sent."""
         self._pending: list[ChoiceDelta] = []
+        self._shape: _Shape | None = None
+        """The shape of plain events; None: none was parsed since the attempt began."""
         self._held: list[dict[str, Raw]] = []
         """The event that ends the choice. It waits for the usage, whose fingerprint it gets."""
         self._is_plain = self._request.is_resumable
@@ -88,6 +110,7 @@ class EngineAnswer:
 
     def restart(self, choices: Sequence[Choice], *, client_has_output: bool) -> None:
         """Prepare another attempt after a lost one. Raises WorkerLostError if none can go on with what was sent."""
+        self._shape = None
         if not client_has_output:
             self.reset()
             for choice in choices:
@@ -111,9 +134,50 @@ class EngineAnswer:
     def take(self, data: bytes, ids: Sequence[int]) -> None:
         """Take an event, behind the output tokens `ids` of the first choice. Raises WorkerLost."""
         try:
-            self._take(data, ids)
-        except (msgspec.MsgspecError, LookupError, TypeError, AttributeError) as error:
+            if not self._take_plain(data, ids):
+                self._take(data, ids)
+        except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
             raise WorkerLost(f"an event of another form: {error}") from error
+
+    def _take_plain(self, data: bytes, ids: Sequence[int]) -> bool:
+        """Take an event of the same bytes as the last, apart from content and ids. Return False for any other."""
+        shape = self._shape
+        if shape is None or not ids or not (data.startswith(shape.before) and data.endswith(shape.after)):
+            return False
+        content, found, token_ids = data[len(shape.before) : -len(shape.after)].rpartition(shape.between)
+        if not found or len(content) <= len(b'""') or not _IDS.fullmatch(token_ids):
+            return False
+        try:
+            text = _text_of(content)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return False
+        self._shown(text, ids)
+        event, parts = b"", []
+        if self._request.is_read:
+            parts = [OutputDelta("reasoning", ""), OutputDelta("content", text)]
+        else:
+            event = shape.passed_before + content + shape.passed_after
+        self._pending.append(ChoiceDelta(0, "", [], [], None, parts=parts, event=event))
+        return True
+
+    def _learn(self, data: bytes, choice: dict[str, Raw], fields: dict[str, Raw]) -> None:
+        """Keep the shape of an event that was passed on, if it is of plain content."""
+        request = self._request
+        is_other = [name for name in ("finish_reason", "logprobs", "stop_reason") if _has(choice, name)]
+        if request.shows_ids or self._is_rest or is_other or _has(fields, "usage"):
+            return
+        found = _PLAIN_EVENT.fullmatch(data)
+        if found is None or data.count(b'"delta"') != 1 or data.count(b'"token_ids"') != 1:
+            return
+        before, delta, literal, between, after = found.groups()
+        passed = b"" if request.is_read else self._pending[-1].event
+        passed_before, is_there, passed_after = passed.partition(b'"delta":' + delta)
+        if not request.is_read and (not is_there or (b'"delta":' + delta) in passed_after):
+            return
+        head, tail = delta.split(literal, 1)
+        self._shape = _Shape(
+            before + head, tail + between + b"[", b"]" + after, passed_before + b'"delta":' + head, tail + passed_after
+        )
 
     def _take(self, data: bytes, ids: Sequence[int]) -> None:
         fields = _fields_of(data)
@@ -124,7 +188,10 @@ class EngineAnswer:
         request, choices = self._request, _choices_of(fields["choices"])
         if request.is_read:
             self._count(fields)
-            self._pending += [_read(choice) for choice in choices if self._keep(choice, ids)]
+            kept = [choice for choice in choices if self._keep(choice, ids)]
+            self._pending += map(_read, kept)
+            if len(kept) == 1:
+                self._learn(data, kept[0], fields)
             return
         fields = self._with_head(fields)
         if (self._is_rest or not request.shows_ids) and "prompt_token_ids" in fields:
@@ -144,6 +211,8 @@ class EngineAnswer:
             self._held.append(fields)
         else:
             self._pass(fields)
+            if len(choices) == 1 and request.call.streams and "delta" in kept[0]:
+                self._learn(data, kept[0], fields)
 
     def _with_head(self, fields: dict[str, Raw]) -> dict[str, Raw]:
         return fields | {name: value for name, value in self._request.head.items() if name in fields}
@@ -169,13 +238,17 @@ class EngineAnswer:
         self._is_plain &= all(name in _PLAIN or value is None for name, value in delta.items())
         self.num_output_tokens += not ids and any(value for name, value in delta.items() if name != "role")
         if content := delta.get("content"):
-            self._is_plain &= len(ids) > 0  # an engine may give no ids of a stream
-            new, shown = ids[self._num_shown_ids :], content.encode()
-            text = b"".join([self._token_bytes[id_] for id_ in new])
-            # A parser may keep back what may begin a call, and a detokenizer a part of a character.
-            self._shows_all = len(text) <= len(shown) if len(new) == 1 else bool(text) and shown.endswith(text)
-            self._num_shown_ids = len(ids)
+            self._shown(content, ids)
         return True
+
+    def _shown(self, content: str, ids: Sequence[int]) -> None:
+        """Note the output tokens whose text was sent with this content."""
+        self._is_plain &= len(ids) > 0  # an engine may give no ids of a stream
+        new, shown = ids[self._num_shown_ids :], content.encode()
+        text = b"".join([self._token_bytes[id_] for id_ in new])
+        # A parser may keep back what may begin a call, and a detokenizer a part of a character.
+        self._shows_all = len(text) <= len(shown) if len(new) == 1 else bool(text) and shown.endswith(text)
+        self._num_shown_ids = len(ids)
 
     def _end(self, fields: dict[str, Raw]) -> None:
         """Take the event of the usage."""

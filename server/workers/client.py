@@ -16,9 +16,9 @@ from cache.records import WorkerMember, WorkerState
 from cache.types import BlockHash
 from server.workers.connection import (
     ConnectionPool,
-    HttpConnection,
     StaleConnection,
     WorkerAbsent,
+    WorkerConnection,
     WorkerElsewhere,
     WorkerLost,
     WorkerRefused,
@@ -63,7 +63,7 @@ class GenerateStream:
         self.url = url
         self._request = request
         self._reader = FrameReader(pool.unpackers)
-        self._connection: HttpConnection | None = None
+        self._connection: WorkerConnection | None = None
         self._is_ours = False
         """A frame has arrived: a worker answers."""
         self.completed = False
@@ -294,7 +294,7 @@ def _decoded(url: str, data: bytes, kind: type[T]) -> T:
         raise WorkerLost(f"{url}: {error}") from error
 
 
-async def _refusal(url: str, status: int, connection: HttpConnection) -> Failed:
+async def _refusal(url: str, status: int, connection: WorkerConnection) -> Failed:
     """Return the Failed frame in the body of a refusal. Raises WorkerAbsent for any other body."""
     try:
         data = await loop_time_timeout(connection.read_all(MAX_REFUSAL_BYTES), PROBE_TIMEOUT_S)

@@ -1,7 +1,5 @@
 """An HTTP/1.1 client for workers: keep-alive connections, each with one request and its streamed answer at a time.
 
-    idle -> send -> head -> read ... -> release -> idle          anything else closes the connection
-
 With a cluster secret, a connection shows a token only after the worker has proven itself on it (`worker.common.proof`).
 
 WorkerError
@@ -10,8 +8,6 @@ WorkerError
     |-- WorkerAbsent      no worker of this fleet: no proof, or an answer outside the protocol
     |   +-- WorkerElsewhere   a worker of the fleet that is registered under another URL
     +-- StaleConnection   a kept-alive connection was closed before an answer: the worker may be fine
-
-A general client costs several times as much per request.
 """
 
 from __future__ import annotations
@@ -21,13 +17,13 @@ import errno
 import ssl
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
-import httptools
 import msgpack
 
 from server.workers.networks import WorkerNetworks
+from worker.common.http_client import HttpConnection
 from worker.common.proof import (
     MAX_PROOF_BYTES,
     PROVE_PATH,
@@ -39,16 +35,10 @@ from worker.common.proof import (
 )
 from worker.wire import CONTENT_TYPE, Failed, WireError, unpack
 
-_LARGE_BYTES: Final = 64 * 1024  # a copy of a smaller body costs less than a second write
-HIGH_WATER_BYTES: Final = 256 * 1024
-"""At this many unread bytes the worker must wait, so that a slow client does not fill the gateway's memory."""
 MAX_IDLE_S: Final = 20.0  # workers close idle connections after 120 s
-MAX_IDLE_PER_WORKER: Final = 512  # more requests at once are rare
 MAX_WORKERS: Final = 10_000  # bounds what forged entries can add
 CONNECT_TIMEOUT_S: Final = 2.0  # a lost SYN packet is sent again after 1 s
 PROOF_TIMEOUT_S: Final = 2.0  # a proof is one round trip
-MAX_HEAD_BYTES: Final = 64 * 1024  # bounds what an unknown server's answer takes
-LAST_CHUNK_TIMEOUT_S: Final = 2.0  # it follows the last frame at once
 _TIMEOUT_SLICES: Final = 8  # a pause of the loop counts as one of them
 T = TypeVar("T")
 
@@ -122,46 +112,26 @@ class WorkerAddress:
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if self.tls else 80)
         self.headers = f"host: {parts.netloc}\r\ncontent-type: {CONTENT_TYPE}\r\n".encode()
-        self.idle: list[HttpConnection] = []
+        self.idle: list[WorkerConnection] = []
 
 
 # Why a connection for each stream: all of a worker's streams in one took 7 us of a token instead of 10, in a
 # prototype. Then a client that reads slowly stops the streams of others, unless each has a window of its own. TCP has
 # one already.
-class HttpConnection(asyncio.Protocol):
-    """One connection, with at most one request at a time, read by one task."""
+class WorkerConnection(HttpConnection):
+    """One connection to a worker."""
 
     def __init__(self, address: WorkerAddress) -> None:
+        super().__init__(address.idle, MAX_IDLE_S)
         self._address = address
         self._authorization = b""
-        self._num_head_bytes = 0
-        self._loop = asyncio.get_running_loop()
-        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
-        """None once the connection has ended."""
-        self._transport: asyncio.Transport | None = None
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._status: int | None = None
-        self._complete = True
-        self._released = False
-        self._reused = False
-        self._paused = False
-        self._broken: str | None = None
-        self._stale = False
-        self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
-    def send(self, call: bytes, body: bytes) -> None:
-        assert self._transport is not None
-        self._cancel_timer()
-        self._status, self._complete, self._released, self._num_head_bytes = None, False, False, 0
-        headers = self._address.headers + self._authorization
-        head = b"%b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n" % (call, headers, len(body))
-        if len(body) <= _LARGE_BYTES:
-            self._transport.write(head + body)
-        else:  # without a copy
-            self._transport.write(head)
-            self._transport.write(body)
+    def lost(self, why: str, *, is_stale: bool) -> WorkerLost:
+        return (StaleConnection if is_stale else WorkerLost)(f"{self._address.url}: {why}")
+
+    def ask(self, call: bytes, body: bytes) -> None:
+        """Send a `call` such as b"POST /generate"."""
+        self.send(call, self._address.headers + self._authorization, body)
 
     @property
     def is_proven(self) -> bool:
@@ -171,7 +141,7 @@ class HttpConnection(asyncio.Protocol):
     async def prove(self, token: str) -> None:
         """Ask the worker for its proof. Raises WorkerLost, WorkerAbsent without a valid one."""
         url, challenge = self._address.url, new_challenge()
-        self.send(b"POST " + PROVE_PATH.encode(), challenge)
+        self.ask(b"POST " + PROVE_PATH.encode(), challenge)
         status, answer = await self.head(), await self.read_all(MAX_PROOF_BYTES)
         if status != 200:
             raise WorkerAbsent(f"{url}: asked to prove that it has the cluster secret, it answers status {status}")
@@ -186,136 +156,6 @@ class HttpConnection(asyncio.Protocol):
         if not self.usable:
             raise WorkerAbsent(f"{url}: it closes the connection after its proof")
         self._authorization = f"authorization: Bearer {instance_token(token, proof.instance)}\r\n".encode()
-
-    async def head(self) -> int:
-        """Return the answer's status. Raises WorkerLost."""
-        while self._status is None:
-            await self._wait()
-        return self._status
-
-    async def read(self) -> bytes:
-        """Return the next bytes of the body, b"" at its end. Raises WorkerLost."""
-        while not self._parts:
-            if self._complete:
-                return b""
-            await self._wait()
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts, self._size = [], 0
-        if self._paused:
-            self._paused = False
-            assert self._transport is not None
-            self._transport.resume_reading()
-        return data
-
-    async def read_all(self, max_bytes: int) -> bytes:
-        """Return the whole body. Raises WorkerLost, also when it is longer than `max_bytes`."""
-        body = bytearray()
-        while part := await self.read():
-            body += part
-            if len(body) > max_bytes:
-                raise WorkerLost(f"{self._address.url}: the answer has more than {max_bytes} bytes")
-        return bytes(body)
-
-    def release(self) -> None:
-        """Return it to the pool once the answer is complete; unread bytes are discarded."""
-        self._parts, self._size = [], 0
-        self._released = True
-        if self._complete:
-            self._rest()
-        else:
-            self._timer = self._loop.call_later(LAST_CHUNK_TIMEOUT_S, self.close)
-
-    def close(self) -> None:
-        """Close at once, which aborts the request at the worker."""
-        self.fail("closed")
-        if self._transport is not None:
-            self._transport.abort()
-
-    def fail(self, why: str) -> None:
-        """Raise WorkerLost in the task that reads."""
-        self._broken = self._broken or why
-        self._wake()
-
-    @property
-    def usable(self) -> bool:
-        return self._broken is None and self._complete
-
-    def _rest(self) -> None:
-        """Become idle, for at most `MAX_IDLE_S`."""
-        self._cancel_timer()
-        if not self.usable or len(self._address.idle) >= MAX_IDLE_PER_WORKER:
-            self.close()
-            return
-        self._reused = True
-        self._address.idle.append(self)
-        self._timer = self._loop.call_later(MAX_IDLE_S, self.close)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_timer()
-        if self in self._address.idle:
-            self._address.idle.remove(self)
-        self._stale = self._broken is None and self._reused and self._status is None
-        self.fail("connection lost" if exc is None else f"{type(exc).__name__}: {exc}")
-        self._parser = None  # it refers to this object and its buffers
-
-    def data_received(self, data: bytes) -> None:
-        if self._complete or self._parser is None:
-            self.close()  # an answer without a request
-            return
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.fail(f"not HTTP: {error}")
-            self.close()
-        if self._status is None:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES:
-                self.fail(f"a head of more than {MAX_HEAD_BYTES} bytes")
-                self.close()
-
-    def on_headers_complete(self) -> None:
-        assert self._parser is not None
-        self._status = self._parser.get_status_code()
-        self._wake()
-
-    def on_body(self, body: bytes) -> None:
-        self._parts.append(body)
-        self._size += len(body)
-        if self._size > HIGH_WATER_BYTES and not self._paused and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
-        self._wake()
-
-    def on_message_complete(self) -> None:
-        self._complete = True
-        assert self._parser is not None
-        if not self._parser.should_keep_alive():
-            self._broken = self._broken or "the worker closes it"
-        self._wake()
-        if self._released:
-            self._rest()
-
-    async def _wait(self) -> None:
-        if self._broken is not None:
-            kind = StaleConnection if self._stale else WorkerLost
-            raise kind(f"{self._address.url}: {self._broken}")
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class ConnectionPool:
@@ -335,7 +175,7 @@ class ConnectionPool:
         self.unpackers: list[msgpack.Unpacker] = []
         """A spare unpacker for streams: at most one, without bytes."""
 
-    async def send(self, url: str, call: bytes, body: bytes = b"", *, needs_proof: bool = True) -> HttpConnection:
+    async def send(self, url: str, call: bytes, body: bytes = b"", *, needs_proof: bool = True) -> WorkerConnection:
         """Send a `call` such as b"POST /generate" to a worker. `needs_proof`: only after the worker has proven itself.
 
         Raises WorkerLost, or WorkerAbsent if no worker of this fleet is there.
@@ -347,7 +187,7 @@ class ConnectionPool:
                 if connection.usable:
                     break
             else:
-                connection = await loop_time_timeout(self._dial(address), CONNECT_TIMEOUT_S, HttpConnection.close)
+                connection = await loop_time_timeout(self._dial(address), CONNECT_TIMEOUT_S, WorkerConnection.close)
         except (OSError, ValueError) as error:  # ValueError: a URL that cannot be dialled
             raise WorkerAbsent(f"{url}: {type(error).__name__}: {error}") from error
         if self._token and needs_proof and not connection.is_proven:
@@ -359,7 +199,7 @@ class ConnectionPool:
             except BaseException:
                 connection.close()
                 raise
-        connection.send(call, body)
+        connection.ask(call, body)
         return connection
 
     def _address(self, url: str) -> WorkerAddress:
@@ -377,7 +217,7 @@ class ConnectionPool:
             while address.idle:
                 address.idle.pop().close()
 
-    async def _dial(self, address: WorkerAddress) -> HttpConnection:
+    async def _dial(self, address: WorkerAddress) -> WorkerConnection:
         loop = asyncio.get_running_loop()
         if self._networks.scheme == "https" and not address.tls:
             raise PermissionError(errno.EACCES, "it does not speak TLS, and --worker-ca asks for it")
@@ -385,7 +225,7 @@ class ConnectionPool:
         refused: OSError | None = None
         for info in await self._networks.addresses(address.host, address.port):
             try:
-                _, connection = await loop.create_connection(lambda: HttpConnection(address), *info[4][:2], **tls)
+                _, connection = await loop.create_connection(lambda: WorkerConnection(address), *info[4][:2], **tls)
                 return connection
             except OSError as error:
                 refused = error

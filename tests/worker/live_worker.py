@@ -20,6 +20,7 @@ from tests.waiting import until
 from tests.worker.scheduler.arithmetic_runner import VOCAB
 from tests.worker.scheduler.engine import Answer
 from worker.common.frames import FrameReader
+from worker.common.http_protocol import StrictProtocol
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.contracts.step import Runner
@@ -63,7 +64,7 @@ class LiveWorker:
 
 @contextlib.asynccontextmanager
 async def serve(
-    service: WorkerService, app: ASGIApp | None = None, http: str | type[asyncio.Protocol] = "h11"
+    service: WorkerService, app: ASGIApp | None = None, http: type[asyncio.Protocol] = StrictProtocol
 ) -> AsyncIterator[str]:
     """The service's application on a free port; its URL."""
     sock = socket.socket()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -175,8 +175,8 @@ class EngineApi(Protocol):
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts."""
 
-    def generate(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
-        """Answer the call of a request. Closing the iterator aborts it in the engine."""
+    async def generate(self, request: GenerateRequest, request_id: str, take: Callable[[EnginePart], None]) -> None:
+        """Hand each part of the answer to `take`, as it arrives. To cancel it aborts the request in the engine."""
 
     async def close(self) -> None:
         """Close the connections."""

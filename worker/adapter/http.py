@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
+import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from worker.adapter.api import EngineApi, EngineLostError, EngineModel, EngineRefusedError
+from worker.common.http_client import HttpConnection
 
 CALL_TIMEOUT_S: Final = 5.0  # for questions that an engine answers without a step
 CONNECT_TIMEOUT_S: Final = 5.0  # a lost SYN packet is sent again after 1 s and 3 s
@@ -44,6 +49,9 @@ class EngineServer(EngineApi):
         path = socket_path(self._url)
         self._base = "http://localhost" if path else self._url
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._tls = tls
+        self._idle: list[_EngineConnection] = []
+        """Connections of streams that have ended."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(path, limit=0, keepalive_timeout=KEEPALIVE_S)
             if path
@@ -69,8 +77,11 @@ class EngineServer(EngineApi):
                 allow_redirects=False,
             ) as response:
                 yield response
+        except aiohttp.ClientConnectorError as error:
+            raise self._unconnected(error.os_error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._lost(error) from error
+            is_closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+            raise EngineLostError(self._why(error), closed=is_closed) from error
 
     async def call(
         self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S
@@ -89,25 +100,42 @@ class EngineServer(EngineApi):
         except (ValueError, RecursionError) as error:
             raise EngineLostError(f"{self._url}{path} did not answer in JSON") from error
 
-    async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
-        """Post `body` and yield the data of each event up to [DONE]. Closing the iterator closes the connection."""
-        async with self._answer("POST", path, body, None) as response:
-            if response.status != 200:
-                raise refused(response.status, await _body(response))
-            rest, is_done = b"", False
-            async for part in response.content.iter_any():  # up to its end, so that the connection can be reused
-                *lines, rest = (rest + part).split(b"\n")
-                if len(rest) > _MAX_ANSWER_BYTES:
-                    raise AnswerTooLongError
-                for line in lines:
-                    if line.startswith(b"data:") and not is_done:
-                        data = line[5:].strip()
-                        if data == b"[DONE]":
-                            is_done = True
-                        else:
-                            yield data
-        if not is_done:
-            raise EngineLostError("the answer ended early")
+    async def events(self, path: str, body: object, take: Callable[[bytes], None]) -> None:
+        """Post `body` and hand the data of each event to `take`, up to [DONE]. To cancel it closes the connection."""
+        connection, events = await self._connect(), _Events(take)
+        try:
+            lines = "".join(f"{name}: {value}\r\n" for name, value in (self._headers | _JSON).items())
+            head = f"host: {urlsplit(self._base).netloc}\r\n{lines}".encode()
+            connection.send(b"POST " + (urlsplit(self._base).path + path).encode(), head, msgspec.json.encode(body))
+            if (status := await connection.head()) != 200:
+                error = b""
+                while len(error) <= _MAX_ERROR_BYTES and (part := await connection.read()):
+                    error += part
+                raise refused(status, error)
+            await connection.pass_on(events.feed)  # up to its end, so that the connection can be reused
+            if not events.is_done:
+                raise EngineLostError("the answer ended early")
+        except BaseException:
+            connection.close()
+            raise
+        connection.release()
+
+    async def _connect(self) -> _EngineConnection:
+        """Return an idle connection, or a new one."""
+        while self._idle:
+            if (connection := self._idle.pop()).usable:
+                return connection
+        loop, parts = asyncio.get_running_loop(), urlsplit(self._base)
+        make, path, is_tls = partial(_EngineConnection, self._idle, self._url), socket_path(self._url), False
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                if path:
+                    return (await loop.create_unix_connection(make, path))[1]
+                is_tls = parts.scheme == "https"
+                port, tls = parts.port or (443 if is_tls else 80), (self._tls or True) if is_tls else None
+                return (await loop.create_connection(make, parts.hostname or "", port, ssl=tls))[1]
+        except OSError as error:
+            raise self._unconnected(error) from error
 
     async def model(self) -> EngineModel:
         """Return the model that the server lists, and the LoRA adapters that name it as their parent."""
@@ -135,16 +163,52 @@ class EngineServer(EngineApi):
             return [int(token_id) for token_id in answer["tokens"]]
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every idle connection."""
+        while self._idle:
+            self._idle.pop().close()
         await self._session.close()
 
-    def _lost(self, error: Exception) -> EngineLostError:
-        is_own = isinstance(error, aiohttp.ClientConnectorDNSError) or getattr(error, "errno", None) in _OWN_ERRORS
-        is_unconnected = isinstance(error, aiohttp.ClientConnectorError | ConnectionRefusedError)
-        is_closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError) and not is_unconnected
-        remedy = "; give its authority as --engine-ca" * isinstance(error, aiohttp.ClientConnectorCertificateError)
-        why = f"{self._url}: {type(error).__name__}: {error!s:.300}{remedy}"
-        return EngineLostError(why, gone=is_unconnected and not is_own, closed=is_closed, unsent=is_unconnected)
+    def _unconnected(self, error: OSError) -> EngineLostError:
+        """Return the error of a call that could not be sent."""
+        is_own = isinstance(error, socket.gaierror | TimeoutError) or error.errno in _OWN_ERRORS
+        remedy = "; give its authority as --engine-ca" * isinstance(error, ssl.SSLCertVerificationError)
+        return EngineLostError(self._why(error) + remedy, gone=not is_own, unsent=True)
+
+    def _why(self, error: Exception) -> str:
+        return f"{self._url}: {type(error).__name__}: {error!s:.300}"
+
+
+class _EngineConnection(HttpConnection):
+    """A connection of streams."""
+
+    def __init__(self, idle: list[Self], url: str) -> None:
+        super().__init__(idle, KEEPALIVE_S)
+        self._url = url
+
+    def lost(self, why: str, *, is_stale: bool) -> EngineLostError:
+        return EngineLostError(f"{self._url}: {why}", closed=self._status is None)
+
+
+class _Events:
+    """Splits a stream into the data of its events."""
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._take = take
+        self._rest = b""
+        self.is_done = False
+        """[DONE] has come."""
+
+    def feed(self, part: bytes) -> None:
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        if len(self._rest) > _MAX_ANSWER_BYTES:
+            raise AnswerTooLongError
+        for line in lines:
+            if line.startswith(b"data:") and not self.is_done:
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    self.is_done = True
+                else:
+                    self._take(data)
 
 
 def socket_path(url: str) -> str:

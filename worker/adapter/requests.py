@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cache.events import BlockEvent
 from cache.hashing import hash_chain
 from cache.types import BlockHash
-from worker.adapter.api import EngineApi, EngineLostError, EngineRefusedError, failed_by
+from worker.adapter.api import EngineApi, EngineLostError, EnginePart, EngineRefusedError, failed_by
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.load import LoadAccount, Prefill
 from worker.contracts.engine import SUSPECT_NOTICE_S, EngineOutput, RequestKey, StepLog
@@ -167,52 +167,64 @@ class EngineRequests:
         hashes = hash_chain(BlockHash(request.root), request.prompt_ids, self._block_size, request.media)
         num_expected = self._blocks.num_matched_tokens(hashes, len(request.prompt_ids))
         at_batch = self._blocks.num_batches
-        suspects = self._suspects if request.is_suspect else contextlib.nullcontext()
-        async with contextlib.AsyncExitStack() as until_first_token:
-            deadline_s = None if request.deadline_s is None else max(0.0, request.deadline_s)
-            await until_first_token.enter_async_context(asyncio.timeout(deadline_s))
-            await until_first_token.enter_async_context(suspects)
-            if request.is_suspect:
-                self._start(active, num_expected)
-                await asyncio.sleep(SUSPECT_NOTICE_S)
-            self.has_sent_block = self.has_sent_block or len(request.prompt_ids) > self._blocks.engine_block_size
-            num_tokens = len(request.prompt_ids) - num_expected
-            call = request.call
-            is_seen = call is None or call.streams or call.pools
-            prefill = active.prefill = self._account.send(active.key, request.gateway_id, num_tokens, is_seen=is_seen)
-            try:
-                self._start_reached()
-                await self._answer(active, prefill, num_expected, until_first_token)
-                if active.num_cached is not None and active.num_cached < num_expected:
-                    self._sink.report(self._blocks.remove_missing(hashes, active.num_cached, at_batch))
-                self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
-            finally:
-                self._account.end(prefill)
-                self._start_reached()
+        deadline_s = None if request.deadline_s is None else max(0.0, request.deadline_s)
+        async with asyncio.timeout(deadline_s) as deadline:
+            with contextlib.ExitStack() as until_first_token:
+                if request.is_suspect:
+                    await self._suspects.acquire()
+                    until_first_token.callback(self._suspects.release)
+                    self._start(active, num_expected)
+                    await asyncio.sleep(SUSPECT_NOTICE_S)
+                self.has_sent_block = self.has_sent_block or len(request.prompt_ids) > self._blocks.engine_block_size
+                num_tokens = len(request.prompt_ids) - num_expected
+                is_seen = request.call is None or request.call.streams or request.call.pools
+                prefill = self._account.send(active.key, request.gateway_id, num_tokens, is_seen=is_seen)
+                active.prefill = prefill
+
+                def end_wait() -> None:
+                    if not deadline.expired():  # else the task is being cancelled
+                        deadline.reschedule(None)
+                    until_first_token.close()
+
+                try:
+                    self._start_reached()
+                    await self._answer(active, prefill, num_expected, end_wait)
+                    if active.num_cached is not None and active.num_cached < num_expected:
+                        self._sink.report(self._blocks.remove_missing(hashes, active.num_cached, at_batch))
+                    self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
+                finally:
+                    self._account.end(prefill)
+                    self._start_reached()
         return active.end()
 
     async def _answer(
-        self, active: ActiveRequest, prefill: Prefill, num_expected: int, until_first_token: contextlib.AsyncExitStack
+        self, active: ActiveRequest, prefill: Prefill, num_expected: int, end_wait: Callable[[], None]
     ) -> None:
-        """Pass on what an API of the engine answers. Choices end only after the whole answer."""
+        """Pass on what an API of the engine answers; call `end_wait` at the first token.
+
+        Choices end only after the whole answer.
+        """
         request, reasons = active.request, dict[int, str]()
+        num_prompt_tokens = len(request.prompt_ids)
+
+        def take(part: EnginePart) -> None:
+            self._sink.token()
+            if active.first_token_s is None:
+                self._record_first_token(active, prefill, num_expected)
+                end_wait()
+            if part.num_cached_tokens is not None:
+                # The engine's prompt of a resumed answer includes the output so far.
+                active.num_cached = min(part.num_cached_tokens, num_prompt_tokens)
+            for index, reason in part.reasons:
+                if reason == "length":
+                    reasons[index] = reason
+            self._emit(active, *[Tokens(index, ids) for index, ids in part.token_ids], EngineText(part.data))
+
         if not prefill.is_seen:
             asyncio.get_running_loop().call_later(self._account.seconds_left(), self._drop, prefill)
         self._account.num_open_choices += len(request.choices)
         try:
-            stream = self._api.generate(request, f"{self._name}-{active.key}")
-            async with contextlib.aclosing(stream):  # type: ignore[type-var]
-                async for part in stream:
-                    self._sink.token()
-                    if active.first_token_s is None:
-                        self._record_first_token(active, prefill, num_expected)
-                        await until_first_token.aclose()
-                    if part.num_cached_tokens is not None:
-                        # The engine's prompt of a resumed answer includes the output so far.
-                        active.num_cached = min(part.num_cached_tokens, len(request.prompt_ids))
-                    reasons |= {index: "length" for index, reason in part.reasons if reason == "length"}
-                    tokens = [Tokens(index, token_ids) for index, token_ids in part.token_ids]
-                    self._emit(active, *tokens, EngineText(part.data))
+            await self._api.generate(request, f"{self._name}-{active.key}", take)
         finally:
             self._account.num_open_choices -= len(request.choices)
         self._emit(active, *[Finished(each.index, reasons.get(each.index, "stop")) for each in request.choices])
@@ -231,7 +243,7 @@ class EngineRequests:
         """Deliver frames of a request, but none after its last one."""
         if active.is_over:
             return
-        active.is_over = any(isinstance(frame, (End, Failed)) for frame in frames)
+        active.is_over = isinstance(frames[-1], (End, Failed))
         outputs = [EngineOutput(active.key, frame) for frame in frames]
         self._metrics.count_outputs(outputs)
         self._sink.deliver(outputs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ import msgspec
 
 from worker.adapter.api import EngineLoad, EngineModel, EnginePart, EngineRefusedError, EventSource
 from worker.adapter.http import CALL_TIMEOUT_S, EngineServer, understood
-from worker.adapter.text import LENGTHS, answer_of, decode_body, shorten
+from worker.adapter.text import LENGTHS, answer, decode_body, shorten
 from worker.common.capabilities import CHAT
 from worker.wire import EngineCall, GenerateRequest, Rendered
 
@@ -164,9 +164,9 @@ class SglangApi(EngineServer):
             max_tokens = next((int(length) for length in asked if length is not None), longest)
         return Rendered((token_ids,), (max(0, max_tokens),), ())
 
-    def generate(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
+    async def generate(self, request: GenerateRequest, request_id: str, take: Callable[[EnginePart], None]) -> None:
         assert request.call is not None
-        return answer_of(self, request.call, chat_body(request, request_id, self._rank))
+        await answer(self, request.call, chat_body(request, request_id, self._rank), take)
 
     async def _info(self) -> dict[str, Any]:
         return await self._about("server_info")

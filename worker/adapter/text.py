@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -152,13 +152,11 @@ class TextServer(EngineServer):
             return bool((await self.render(EngineCall(CHAT, msgspec.json.encode(body)))).media)
         return False
 
-    async def generate(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
-        """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
+    async def generate(self, request: GenerateRequest, request_id: str, take: Callable[[EnginePart], None]) -> None:
         call = request.call
         assert call is not None
         body = call_body(await self._with_model(call, request.adapter), request, request_id)
-        async for part in answer_of(self, call, body):
-            yield part
+        await answer(self, call, body, take)
 
     async def _with_model(self, call: EngineCall, adapter: str) -> dict[str, Any]:
         """Return the body with a name that the engine has for its model."""
@@ -174,19 +172,20 @@ class TextServer(EngineServer):
         return self._model_name
 
 
-async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]) -> AsyncIterator[EnginePart]:
-    """Yield the answer of the engine's API to a body: its events, or the whole."""
-    if not call.streams:
-        try:
-            status, answer = await server.call("POST", call.path, body, None)
-        except AnswerTooLongError as error:
-            raise EngineRefusedError(400, f"{error}: ask for less at a time") from error
-        if status != 200:
-            raise refused(status, answer)
-        yield part_of(answer)
+async def answer(
+    server: EngineServer, call: EngineCall, body: dict[str, Any], take: Callable[[EnginePart], None]
+) -> None:
+    """Hand over the answer of the engine's API to a body: its events, or the whole."""
+    if call.streams:
+        await server.events(call.path, body, lambda data: take(part_of(data)))
         return
-    async for data in server.events(call.path, body):
-        yield part_of(data)
+    try:
+        status, whole = await server.call("POST", call.path, body, None)
+    except AnswerTooLongError as error:
+        raise EngineRefusedError(400, f"{error}: ask for less at a time") from error
+    if status != 200:
+        raise refused(status, whole)
+    take(part_of(whole))
 
 
 def part_of(data: bytes) -> EnginePart:

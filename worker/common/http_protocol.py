@@ -37,6 +37,8 @@ MAX_LINGER_BYTES: Final = 128 << 20  # several times the largest body that is ta
 LINGER_SILENCE_S: Final = 5.0  # then it has stopped: a front may keep its side open
 MAX_AHEAD_BYTES: Final = 1 << 20
 """Pipelined bytes that are read while an earlier request is answered: unread, they would hide the client's end."""
+ANSWER: Final = "headstart.answer"
+"""The key of the AnswerCycle in the scope of a request."""
 _VERSION: Final = b"HTTP/1.1 "
 _CONTINUE: Final = b"HTTP/1.1 100 "
 MAX_ZEROS: Final = 8
@@ -51,6 +53,14 @@ class AnswerCycle(RequestResponseCycle):
         if self.more_body:
             self.keep_alive = False
         return super().send(message)
+
+    def write(self, part: bytes) -> bool:
+        """Write a part of a body of chunks at once. False: the client does not read now, so it is for `send`."""
+        is_open = not (self.flow.write_paused or self.disconnected or self.response_complete)
+        if not (part and is_open and self.chunked_encoding):
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
 
 
 class StrictProtocol(HttpToolsProtocol):
@@ -157,6 +167,7 @@ class StrictProtocol(HttpToolsProtocol):
             keep_alive=head.keep_alive,
             on_response=self.on_response_complete,
         )
+        self.scope[ANSWER] = self.cycle  # type: ignore[typeddict-unknown-key]
         app: Any = Http10Answer(self.app, self.cycle) if head.version == "1.0" else self.app
         self._start_asgi_task(self.cycle, app)
 

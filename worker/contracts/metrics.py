@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from cache.allocators.base import CacheStats
 from cache.records import WorkerLoad
 from worker.contracts.engine import EngineOutput, StepKind
-from worker.wire import End, Failed, Finished, Tokens
+from worker.wire import End, EngineText, Failed, Finished, Tokens
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _LONG_SECONDS: Final = (*_SECONDS, 120.0, 300.0, 600.0, 3600.0)  # as a request may take
@@ -112,6 +112,8 @@ class WorkerMetrics:
         num_tokens = num_skipped = 0
         for _, frame in outputs:
             match frame:
+                case EngineText():
+                    pass
                 case Tokens():
                     num_tokens += len(frame.token_ids)
                     num_skipped += max(0, len(frame.token_ids) - 1)
@@ -122,8 +124,10 @@ class WorkerMetrics:
                     self.decode_s.observe(frame.decode_s)
                 case Failed():
                     self.failures.labels(frame.code).inc()
-        self.output_tokens.inc(num_tokens)
-        self.skipped_tokens.inc(num_skipped)
+        if num_tokens:
+            self.output_tokens.inc(num_tokens)
+        if num_skipped:
+            self.skipped_tokens.inc(num_skipped)
 
     def count_step(self, kind: StepKind, step_s: float, interval_s: float) -> None:
         """Count a step that returned `interval_s` after the one before it."""

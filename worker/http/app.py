@@ -25,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cache.records import WorkerState
+from worker.common.http_protocol import ANSWER
 from worker.common.proof import (
     CHALLENGE_BYTES,
     EPOCH_HEADER,
@@ -201,6 +202,7 @@ class GenerateRoute:
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
             while not stream.is_taken:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+                stream.write = scope[ANSWER].write
                 data = await stream.take()
             await send({"type": "http.response.body", "body": data, "more_body": False})
         finally:

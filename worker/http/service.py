@@ -183,17 +183,21 @@ class WorkerService:
 
     def _dispatch(self, outputs: list[EngineOutput]) -> None:
         """Hand each stream its part of a step's outputs."""
+        touched = set[Stream]()
         for key, frame in outputs:
             stream = self._streams.get(key)
             if stream is None:  # its client has left
                 continue
             stream.put(frame)
+            touched.add(stream)
             match frame:
                 case Started():
                     self._start(stream)
                 case End() | Failed():
                     stream.last = frame
                     self._end(stream)
+        for stream in touched:
+            stream.flush()
 
     def _start(self, stream: Stream) -> None:
         if not stream.started:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -91,7 +92,7 @@ class QueueAccounting:
 class Stream:
     """One open request: a buffer of frames between the dispatcher and the connection."""
 
-    __slots__ = ("_frames", "_wake", "ended", "key", "last", "request", "started", "trace")
+    __slots__ = ("_frames", "_is_waiting", "_wake", "ended", "key", "last", "request", "started", "trace", "write")
 
     def __init__(self, key: RequestKey, request: GenerateRequest) -> None:
         self.key = key
@@ -101,12 +102,25 @@ class Stream:
         self.last: End | Failed | None = None
         """The frame with which it ended; None: it is open, or its client left before."""
         self.trace: StreamTrace | None = None
+        self.write: Callable[[bytes], bool] | None = None
+        """Writes to the connection at once, or returns False. Set when the head of the answer is sent."""
         self._frames: list[Frame] = []
         self._wake = asyncio.Event()
+        self._is_waiting = False
+        """The reader is in `take`, and was not woken."""
 
     def put(self, frame: Frame) -> None:
+        """Add a frame. Call `flush` after the last of a step."""
         self._frames.append(frame)
-        self._wake.set()
+
+    def flush(self) -> None:
+        """Write the frames, without a turn of the reader's task where the connection takes them."""
+        is_direct = self._is_waiting and not self.ended and len(self._frames) <= MAX_COALESCED_FRAMES
+        if is_direct and self.write is not None and self.write(b"".join(map(pack, self._frames))):
+            self._frames = []
+        else:
+            self._is_waiting = False
+            self._wake.set()
 
     @property
     def is_taken(self) -> bool:
@@ -117,8 +131,12 @@ class Stream:
         """Wait for frames and return them packed; b"" if none come in this time, or before the end."""
         if not self._frames and not self.ended:
             self._wake.clear()
+            self._is_waiting = True
             timer = None if timeout_s is None else asyncio.get_running_loop().call_later(timeout_s, self._wake.set)
-            await self._wake.wait()
+            try:
+                await self._wake.wait()
+            finally:
+                self._is_waiting = False
             if timer is not None:
                 timer.cancel()
         frames, self._frames = self._frames[:MAX_COALESCED_FRAMES], self._frames[MAX_COALESCED_FRAMES:]

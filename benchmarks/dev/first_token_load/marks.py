@@ -29,7 +29,7 @@ GATEWAY: Final[tuple[str, ...]] = (
     "server.router.router:Router.place begin asked",
     "cache.redis_index.lookup:RedisIndex.lookup end found",
     "server.router.router:Router.place end placed",
-    "server.workers.connection:HttpConnection.send end sent",
+    "server.workers.connection:WorkerConnection.ask end sent",
     "server.workers.client:GenerateStream.read end frames",
     "worker.common.http_protocol:AnswerTransport.write begin written",
 )

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from server.workers.client import GenerateStream, WorkerClient
-from server.workers.connection import HIGH_WATER_BYTES, ConnectionPool, HttpConnection, StaleConnection, WorkerLost
+from server.workers.connection import ConnectionPool, StaleConnection, WorkerConnection, WorkerLost
 from tests.waiting import until
 from tests.worker.scheduler.engine import generate
+from worker.common.http_client import HIGH_WATER_BYTES
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -45,7 +46,7 @@ async def pool() -> AsyncIterator[ConnectionPool]:
     opened.close()
 
 
-async def read_all(connection: HttpConnection) -> bytes:
+async def read_all(connection: WorkerConnection) -> bytes:
     await connection.head()
     parts = []
     while part := await connection.read():

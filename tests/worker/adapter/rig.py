@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -303,14 +303,14 @@ class ScriptedApi:
         if self.reset_error is not None:
             raise self.reset_error
 
-    async def generate(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
+    async def generate(self, request: GenerateRequest, request_id: str, take: Callable[[EnginePart], None]) -> None:
         call = Call(request)
         self.calls.append(call)
         try:
             while (part := await call.parts.get()) is not None:
                 if isinstance(part, Exception):
                     raise part
-                yield part
+                take(part)
         finally:
             call.is_open = False
 

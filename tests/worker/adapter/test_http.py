@@ -40,7 +40,9 @@ async def http(server: ScriptedHttp) -> AsyncIterator[EngineServer]:
 
 
 async def read(http: EngineServer) -> list[bytes]:
-    return [data async for data in http.events("/generate", {"prompt": 1})]
+    found: list[bytes] = []
+    await http.events("/generate", {"prompt": 1}, found.append)
+    return found
 
 
 async def test_an_unknown_authority_names_the_option(tmp_path: Path) -> None:

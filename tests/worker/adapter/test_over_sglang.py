@@ -18,7 +18,7 @@ from tests.server.scripted_worker import listening
 from tests.waiting import until
 from tests.worker.adapter import rig as rig_module
 from tests.worker.adapter.rig import BLOCK, ROOT, Rig, running, token_ids
-from worker.adapter.api import EngineRefusedError
+from worker.adapter.api import EnginePart, EngineRefusedError
 from worker.adapter.connect import connect
 from worker.adapter.health import facts_of
 from worker.adapter.sglang import SglangApi, chat_body
@@ -136,12 +136,15 @@ async def test_chats_by_ready_ids(engine_folder: Path) -> None:
         assert rendered.max_tokens == (4,)
         unlimited = await api.render(EngineCall(CHAT, b'{"messages": [{"content": "Hi"}], "max_tokens": null}'))
         assert unlimited.max_tokens == (4096 - 3,)
-        [whole] = [part async for part in api.generate(request, "r1")]
+        parts = list[EnginePart]()
+        await api.generate(request, "r1", parts.append)
+        [whole] = parts
         assert (len(whole.token_ids[0][1]), whole.reasons, whole.num_cached_tokens) == (4, ((0, "length"),), 0)
         body = fake.bodies[-1]
         assert body["input_ids"] == [5, 6, 7]
         assert (body["cache_salt"], body["lora_path"], body["rid"]) == (ROOT.hex(), "pirate", "r1")
-        parts = [part async for part in api.generate(chat(streams=True, stream=True, return_token_ids=True), "r2")]
+        parts.clear()
+        await api.generate(chat(streams=True, stream=True, return_token_ids=True), "r2", parts.append)
         assert [part.token_ids for part in parts] == [()] * 5, "SGLang gives none in streams"
         assert parts[-1].num_cached_tokens == 0
         await api.close()

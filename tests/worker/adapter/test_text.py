@@ -40,7 +40,9 @@ def delta(text: str, ids: list[int], index: int = 0, reason: str | None = None) 
 
 
 async def parts_of(api: VllmApi, request: GenerateRequest) -> list[EnginePart]:
-    return [part async for part in api.generate(request, "id-1")]
+    parts = list[EnginePart]()
+    await api.generate(request, "id-1", parts.append)
+    return parts
 
 
 async def test_body_has_the_ids_the_salt_and_the_priority(server: ScriptedHttp, api: VllmApi) -> None:
