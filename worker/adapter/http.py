@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from worker.adapter.api import EngineApi, EngineLostError, EngineModel, EngineRefusedError
@@ -27,7 +26,6 @@ _MAX_ANSWER_BYTES: Final = 16 << 20  # bounds an answer, and an event, which may
 _MAX_ERROR_BYTES: Final = 64 << 10  # and an error, whose message is cut to _MAX_MESSAGE
 _MAX_MESSAGE: Final = 8 << 10
 """Characters of an error's message."""
-_READ_BYTES: Final = 1 << 20  # aiohttp pauses a connection with twice as many unread bytes
 _OWN_ERRORS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
 """Errors of this side, as a name that is not found is one."""
 _JSON: Final = {"content-type": "application/json"}
@@ -51,44 +49,21 @@ class EngineServer(EngineApi):
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._tls = tls
         self._idle: list[_EngineConnection] = []
-        """Connections of streams that have ended."""
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(path, limit=0, keepalive_timeout=KEEPALIVE_S)
-            if path
-            else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            read_bufsize=_READ_BYTES,
-        )
-
-    @contextlib.asynccontextmanager
-    async def _answer(
-        self, method: str, path: str, body: object, timeout_s: float | None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        data, headers = (None, {}) if body is None else (msgspec.json.encode(body), _JSON)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        try:
-            async with self._session.request(
-                method,
-                self._base + path,
-                data=data,
-                headers=self._headers | headers,
-                timeout=timeout,
-                allow_redirects=False,
-            ) as response:
-                yield response
-        except aiohttp.ClientConnectorError as error:
-            raise self._unconnected(error.os_error) from error
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            is_closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
-            raise EngineLostError(self._why(error), closed=is_closed) from error
+        """Connections whose answers have ended."""
 
     async def call(
         self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S
     ) -> tuple[int, bytes]:
         """Return the status and the body of an answer; an error body may be truncated."""
-        async with self._answer(method, path, body, timeout_s) as response:
-            return response.status, await _body(response)
+        try:
+            async with asyncio.timeout(timeout_s), self._asked(method, path, body) as connection:
+                status = await connection.head()
+                answer = await _start_of(connection, _MAX_ANSWER_BYTES if status == 200 else _MAX_ERROR_BYTES)
+        except TimeoutError as error:
+            raise EngineLostError(self._why(error)) from error
+        if status == 200 and len(answer) > _MAX_ANSWER_BYTES:
+            raise AnswerTooLongError
+        return status, answer
 
     async def json(self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
         """Return the parsed body; None for an empty one."""
@@ -102,19 +77,24 @@ class EngineServer(EngineApi):
 
     async def events(self, path: str, body: object, take: Callable[[bytes], None]) -> None:
         """Post `body` and hand the data of each event to `take`, up to [DONE]. To cancel it closes the connection."""
-        connection, events = await self._connect(), _Events(take)
-        try:
-            lines = "".join(f"{name}: {value}\r\n" for name, value in (self._headers | _JSON).items())
-            head = f"host: {urlsplit(self._base).netloc}\r\n{lines}".encode()
-            connection.send(b"POST " + (urlsplit(self._base).path + path).encode(), head, msgspec.json.encode(body))
+        events = _Events(take)
+        async with self._asked("POST", path, body) as connection:
             if (status := await connection.head()) != 200:
-                error = b""
-                while len(error) <= _MAX_ERROR_BYTES and (part := await connection.read()):
-                    error += part
-                raise refused(status, error)
+                raise refused(status, await _start_of(connection, _MAX_ERROR_BYTES))
             await connection.pass_on(events.feed)  # up to its end, so that the connection can be reused
             if not events.is_done:
                 raise EngineLostError("the answer ended early")
+
+    @contextlib.asynccontextmanager
+    async def _asked(self, method: str, path: str, body: object) -> AsyncIterator[_EngineConnection]:
+        """Send a request; the block reads its answer. A connection whose block raises is closed."""
+        connection, base = await self._connect(), urlsplit(self._base)
+        headers = {"host": base.netloc, **self._headers, **({} if body is None else _JSON)}
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        content = b"" if body is None else msgspec.json.encode(body)
+        try:
+            connection.send(f"{method} {base.path}{path}".encode(), lines.encode(), content)
+            yield connection
         except BaseException:
             connection.close()
             raise
@@ -166,7 +146,7 @@ class EngineServer(EngineApi):
         """Close every idle connection."""
         while self._idle:
             self._idle.pop().close()
-        await self._session.close()
+        await asyncio.sleep(0)  # in which their sockets are closed
 
     def _unconnected(self, error: OSError) -> EngineLostError:
         """Return the error of a call that could not be sent."""
@@ -225,16 +205,12 @@ def understood(path: str) -> Iterator[None]:
         raise EngineLostError(f"{path} has an unexpected answer: {type(error).__name__}: {error!s:.200}") from error
 
 
-async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """Read the body of an answer, or the start of an error. Raises EngineLostError if an answer is too long."""
-    parts, num_bytes = [], 0
-    async for part in response.content.iter_any():
-        num_bytes += len(part)
-        if num_bytes > (_MAX_ANSWER_BYTES if response.status == 200 else _MAX_ERROR_BYTES):
-            if response.status != 200:
-                break
-            raise AnswerTooLongError
+async def _start_of(connection: _EngineConnection, max_bytes: int) -> bytes:
+    """Read the body of an answer; of one that is longer than the bound, a little more than that."""
+    parts, num_bytes = list[bytes](), 0
+    while num_bytes <= max_bytes and (part := await connection.read()):
         parts.append(part)
+        num_bytes += len(part)
     return b"".join(parts)
 
 
