@@ -12,12 +12,14 @@ A GPU without the network: `headstart bench engine --shape llama-8b --device cud
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import cycle, islice
 from typing import Any, Final
 
 import torch
@@ -30,23 +32,36 @@ from cache.allocators import make_allocator
 from worker.config import default_step_tokens
 from worker.contracts.engine import EngineOutput, RequestKey
 from worker.contracts.step import Launch, StepResult
+from worker.engine.grammar import GrammarCompiler
 from worker.kernels.cpu import matmul_kernels_for
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.dtype import choose_dtype
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import FAMILIES, LoadedModel, load_model
+from worker.model.tokenizer_bundle import build_bundle
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
-from worker.wire import ChoiceState, GenerateRequest, SamplingParams, Tokens
+from worker.wire import ChoiceState, GenerateRequest, Grammar, SamplingParams, Tokens
 
 PROMPT_TOKENS: Final = 32
 BATCH_SIZES: Final = (1, 8, 32)
 CONTEXT_TOKENS: Final = 4096
 PREFILL_TOKENS: Final = 2048
+MIXED: Final = "mixed"
+JSON: Final = "json_schema"
+_NUMBERS: Final = '{"type": "array", "items": {"type": "integer"}, "minItems": 1000}'
+AS_SENT: Final[Mapping[str, Mapping[str, Any]]] = {
+    "top_p": {"temperature": 0.7, "top_p": 0.95},
+    "qwen": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "presence": {"presence_penalty": 1.5},
+    JSON: {"grammar": Grammar("json_schema", _NUMBERS)},
+    "logprobs": {"logprobs": 5},
+}
+"""Settings as clients send them, and in a batch MIXED all of them in turn."""
 STEPS_IN_A_ROW: Final = 8
 """Where steps overlap, a single step would begin while the one before is still processed."""
 _ROOT: Final = b"benchmark-engine"
@@ -62,6 +77,7 @@ class Engine:
         block_size: int,
         chunk_tokens: int | None = None,
         speculation: Speculation | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Steps of `chunk_tokens`; None: as a worker on this device."""
         self._runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size, eos_token_ids=())
@@ -72,6 +88,7 @@ class Engine:
         )
         allocator = make_allocator("hash", num_blocks, block_size)
         self._scheduler = Scheduler(allocator, limits, (), speculation)
+        self._grammars = grammars
         self._num_requests = 0
         self._in_flight: deque[tuple[StepPlan, Launch[StepResult]]] = deque()
 
@@ -96,7 +113,8 @@ class Engine:
             choices=(ChoiceState(0, self._num_requests),),
             sampling=SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True, **params),
         )
-        request = Request(RequestKey(self._num_requests), wire, 0.0, 30.0, {})
+        constraints = {} if self._grammars is None else asyncio.run(self._grammars.constraints(wire))
+        request = Request(RequestKey(self._num_requests), wire, 0.0, 30.0, constraints)
         self._scheduler.submit(request)
         return request
 
@@ -151,10 +169,12 @@ class Reference:
         self._device = torch.device(options.device)
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int, **sampled: Any) -> None:
+        """Generate by greedy search, or sample by these settings."""
         ids = torch.tensor(prompts, device=self._device)
-        lengths = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
-        self._model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
+        fields = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": bool(sampled)}
+        fields |= {"top_k": 0} | sampled if sampled else {}
+        self._model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **fields)
 
     @torch.inference_mode()
     def prefill(self, prompt: Sequence[int]) -> None:
@@ -169,7 +189,7 @@ def main(argv: list[str]) -> int:
     options.dtype = choose_dtype(options.dtype, options.device)
     load = LoadOptions(dtype=options.dtype, device=options.device, weights=options.weights)
     model = load_model(options.model, load) if options.shape is None else random_model(options.shape, load)
-    figures = [*_decode_figures(model, options), *_engine_figures(model, options)]
+    figures = [*_decode_figures(model, options), *_engine_figures(model, options), *_sampled_figures(model, options)]
     figures += _shares(model, {figure.name: figure.value for figure in figures})
     if not options.no_transformers:
         figures += _reference_figures(Reference(_reference(model, options), load), model.config.vocab_size, options)
@@ -266,14 +286,21 @@ def _decode_figures(model: LoadedModel, options: argparse.Namespace) -> list[Fig
         figures.append(
             Figure("decode_step_b1_packed_s", packed_s, "s", f"{packed_s / floor_s:.2f} x the floor", "<= 0.7 x")
         )
-        figures.append(Figure("tokens_per_s_b8_packed", _rate(engines["decode_step_b1_packed_s"], 8, options), "1/s"))
+        packed = engines["decode_step_b1_packed_s"]
+        rate = max(_rate(packed, options, [{}] * 8) for _ in range(options.rounds))
+        figures.append(Figure("tokens_per_s_b8_packed", rate, "1/s"))
     return figures
 
 
 def _engine_figures(model: LoadedModel, options: argparse.Namespace) -> list[Figure]:
     engine = _engine(model, options)
     figures = [
-        Figure(f"tokens_per_s_b{size}", _rate(engine, size, options), "1/s", "prefill of the short prompts included")
+        Figure(
+            f"tokens_per_s_b{size}",
+            max(_rate(engine, options, [{}] * size) for _ in range(options.rounds)),
+            "1/s",
+            "prefill of the short prompts included",
+        )
         for size in BATCH_SIZES
     ]
     prompts = _Prompts(model.config.vocab_size)
@@ -295,6 +322,29 @@ def _engine_figures(model: LoadedModel, options: argparse.Namespace) -> list[Fig
     ]
 
 
+def grammars_of(model: LoadedModel) -> GrammarCompiler:
+    """Return the grammars of a model with a tokenizer."""
+    return GrammarCompiler(build_bundle(model, block_size=16, max_model_len=model.config.max_model_len))
+
+
+def settings_as_sent(name: str, count: int) -> list[Mapping[str, Any]]:
+    """Return the settings of each of `count` sequences."""
+    return list(islice(cycle(AS_SENT.values() if name == MIXED else (AS_SENT[name],)), count))
+
+
+def _sampled_figures(model: LoadedModel, options: argparse.Namespace) -> Iterator[Figure]:
+    """Compare settings with greedy, in alternating rounds. Random weights have no tokenizer, so no grammar."""
+    has_tokenizer = options.shape is None
+    engine = _engine(model, options, grammars_of(model) if has_tokenizer else None)
+    for size in BATCH_SIZES:
+        for name in [name for name in (*AS_SENT, MIXED) if has_tokenizer or name not in (JSON, MIXED)]:
+            greedy = rate = 0.0
+            for _ in range(options.rounds):
+                greedy = max(greedy, _rate(engine, options, [{}] * size))
+                rate = max(rate, _rate(engine, options, settings_as_sent(name, size)))
+            yield Figure(f"tokens_per_s_{name}_b{size}", rate, "1/s", f"{rate / greedy:.3f} of greedy")
+
+
 def _reference_figures(reference: Reference, vocab_size: int, options: argparse.Namespace) -> list[Figure]:
     prompts, figures = _Prompts(vocab_size), []
     reference.generate([prompts.take(PROMPT_TOKENS)], 2)
@@ -302,6 +352,11 @@ def _reference_figures(reference: Reference, vocab_size: int, options: argparse.
         batch = [prompts.take(PROMPT_TOKENS) for _ in range(size)]
         elapsed_s = min(_seconds(lambda batch=batch: reference.generate(batch, options.tokens)) for _ in range(2))  # type: ignore[misc]
         figures.append(Figure(f"transformers_tokens_per_s_b{size}", size * options.tokens / elapsed_s, "1/s"))
+        for name in ("top_p", "qwen"):  # it has no counterpart of the others
+            begun_s = time.perf_counter()
+            reference.generate(batch, options.tokens, **AS_SENT[name])
+            rate = size * options.tokens / (time.perf_counter() - begun_s)
+            figures.append(Figure(f"transformers_tokens_per_s_{name}_b{size}", rate, "1/s"))
         if size == 1:
             figures.append(Figure("transformers_decode_step_b1_s", elapsed_s / options.tokens, "s"))
     for length, name in ((PREFILL_TOKENS, "prefill"), (CONTEXT_TOKENS, "cold")):
@@ -325,10 +380,10 @@ class _Prompts:
         return self._random.choices(range(self._vocab_size), k=num_tokens)
 
 
-def _engine(model: LoadedModel, options: argparse.Namespace) -> Engine:
+def _engine(model: LoadedModel, options: argparse.Namespace, grammars: GrammarCompiler | None = None) -> Engine:
     size = options.block_size
     num_blocks = 2 + max(BATCH_SIZES) * (-(-(PROMPT_TOKENS + options.tokens) // size) + 1)
-    return Engine(model, num_blocks + 2 * CONTEXT_TOKENS // size, size, options.chunk)
+    return Engine(model, num_blocks + 2 * CONTEXT_TOKENS // size, size, options.chunk, grammars=grammars)
 
 
 def _decoding(model: LoadedModel, options: argparse.Namespace) -> Engine:
@@ -341,16 +396,14 @@ def _decoding(model: LoadedModel, options: argparse.Namespace) -> Engine:
     return engine
 
 
-def _rate(engine: Engine, batch_size: int, options: argparse.Namespace) -> float:
+def _rate(engine: Engine, options: argparse.Namespace, settings: Sequence[Mapping[str, Any]]) -> float:
     """Output tokens per second of a batch that starts together."""
     engine.drain()
-    prompts, best = _Prompts(1000), 0.0
-    for _ in range(options.rounds):
-        for _ in range(batch_size):
-            engine.submit(prompts.take(PROMPT_TOKENS), options.tokens)
-        begun_s = time.perf_counter()
-        best = max(best, engine.drain() / (time.perf_counter() - begun_s))
-    return best
+    prompts = _Prompts(1000)
+    for params in settings:
+        engine.submit(prompts.take(PROMPT_TOKENS), options.tokens, **params)
+    begun_s = time.perf_counter()
+    return engine.drain() / (time.perf_counter() - begun_s)
 
 
 def _first_token_s(engine: Engine, prompt: Sequence[int]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, Final
 
@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.dev.engine import Engine
+from benchmarks.dev.engine import JSON, MIXED, Engine, grammars_of, settings_as_sent
 from benchmarks.report import Figure, Report, option_parser, publish
 from worker.contracts.step import SamplerCache, SamplingRow
+from worker.engine.grammar import GrammarCompiler
 from worker.model.config import LoadOptions
 from worker.model.load import LoadedModel, load_model
 from worker.sampling.sampler import sample
@@ -105,29 +106,31 @@ def _rows(params: Mapping[str, Any], logits: Tensor, *, masked: bool = False) ->
 
 
 def _steps(model: LoadedModel, options: argparse.Namespace) -> list[Figure]:
-    figures = []
+    figures, grammars = [], grammars_of(model)
     for size in BATCH_SIZES:
-        for name, params in SETTINGS.items():
-            if name == MASK:
-                continue
-            greedy, other = _decoding(model, size, GREEDY, options), _decoding(model, size, params, options)
+        for name in [name for name in SETTINGS if name != MASK] + [JSON, MIXED]:
+            each = settings_as_sent(name, size) if name in (JSON, MIXED) else [SETTINGS[name]] * size
+            greedy, other = (_decoding(model, rows, grammars, options) for rows in ([GREEDY] * size, each))
             times: dict[str, list[float]] = {"greedy": [], name: []}
             for _ in range(options.steps):
-                for each, engine in (("greedy", greedy), (name, other)):
+                for kind, engine in (("greedy", greedy), (name, other)):
                     begin_s = time.process_time()
                     engine.step()
-                    times[each].append(time.process_time() - begin_s)
+                    times[kind].append(time.process_time() - begin_s)
             greedy_s, other_s = median(times["greedy"]), median(times[name])
             note = f"{other_s * 1000:.2f} ms for {greedy_s * 1000:.2f} ms"
             figures.append(Figure(f"step_{name}_ratio_b{size}", other_s / greedy_s, "", note, "<= 1.06"))
     return figures
 
 
-def _decoding(model: LoadedModel, size: int, params: Mapping[str, Any], options: argparse.Namespace) -> Engine:
-    """Return an engine whose sequences all decode."""
+def _decoding(
+    model: LoadedModel, settings: Sequence[Mapping[str, Any]], grammars: GrammarCompiler, options: argparse.Namespace
+) -> Engine:
+    """Return an engine whose sequences, one for each of the settings, all decode."""
     num_tokens = 2 * options.steps + 20
-    engine = Engine(model, 1 + size * -(-(PROMPT_TOKENS + num_tokens) // 16), 16)
-    for at in range(size):
+    num_blocks = 1 + len(settings) * -(-(PROMPT_TOKENS + num_tokens) // 16)
+    engine = Engine(model, num_blocks, 16, grammars=grammars)
+    for at, params in enumerate(settings):
         prompt = np.random.default_rng(at).integers(3, model.config.vocab_size, PROMPT_TOKENS).tolist()
         engine.submit(prompt, num_tokens, **params)
     for _ in range(5):
