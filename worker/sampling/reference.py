@@ -20,14 +20,12 @@ _UNIT_BITS: Final = 18
 _LAST_UNIT: Final = 50
 _LAST_T: Final = np.float32(63)
 _LAST_IN_BLOCK: Final = 28
+_FEW_KEYS: Final = 4096
 _ROUNDING: Final = np.float32(1.5 * 2**23)
 _POLYNOMIAL: Final = tuple(
     map(np.float32, (0.009671512991189957, -0.05550733581185341, 0.24022242426872253, -0.6931470036506653, 1.0))
 )
 _FIRST_FACTOR: Final = np.float32(-0.001326472731307149)
-_LOWEST: Final = np.finfo(np.float32).min
-_REACHES: Final = (8.0, 16.0, 28.0, np.inf)
-_SURPRISES: Final = (2.0, 8.0, np.inf)
 
 
 def draw(logits: Floats, limits: NDArray[np.void], uniform: int) -> int:
@@ -91,11 +89,11 @@ class Draw:
         self.kept &= kept
         self._weights[~self.kept] = 0
 
-    def _of_kept(self, bound: np.float32) -> tuple[Floats, Floats, Sums]:
-        """Return the kept logits that are at least `bound`, their t, and their weights in the unit of the row."""
-        block, place = (self.kept & (self._blocks >= bound)).nonzero()
-        weights = self._weights[block, place].astype(np.uint64)
-        return self._blocks[block, place], self._t_of_all[block, place], self._in_row(weights, self._units[block])
+    def _weights_of_kept(self) -> Sums:
+        """Return the weights of the kept logits in the unit of the row."""
+        weights = self._in_row(self._weights.astype(np.uint64), self._units[:, None])
+        of_kept: Sums = weights[self.kept]
+        return of_kept
 
     def _total(self) -> int:
         return int(self._in_row(self._weights.sum(axis=1, dtype=np.uint64), self._units).sum())
@@ -107,11 +105,7 @@ class Draw:
 
     def _limit_share(self, share: int) -> None:
         needed = _share_of(self._total(), share)
-        for reach in _REACHES:
-            logits, _, weights = self._of_kept(self._highest - np.float32(reach) / self._scale)
-            if int(weights.sum()) >= needed:
-                self._keep(self._blocks >= -_last_needed(-logits, weights, needed))
-                return
+        self._keep(self._blocks >= -_last_needed(-self._blocks[self.kept], self._weights_of_kept(), needed))
 
     def _limit_surprise(self, share: int) -> None:
         total = self._total()
@@ -122,15 +116,8 @@ class Draw:
             for each, unit in zip(moments, self._units.tolist(), strict=True)
         )
         middle = np.float32(moment // total) * np.float32(2.0**-22)
-        needed = _share_of(total, share)
-        for reach in _SURPRISES:
-            _, t_of_kept, weights = self._of_kept(_LOWEST)
-            off = np.abs(t_of_kept - middle)
-            near = off <= np.float32(reach)
-            if int(weights[near].sum()) >= needed:
-                last = _last_needed(off[near], weights[near], needed)
-                self._keep(np.abs(self._t_of_all - middle) <= last)
-                return
+        off = np.abs(self._t_of_all - middle)
+        self._keep(off <= _last_needed(off[self.kept], self._weights_of_kept(), _share_of(total, share)))
 
 
 def _weights(t: Floats, units: NDArray[np.int32]) -> NDArray[np.uint32]:
@@ -146,9 +133,15 @@ def _weights(t: Floats, units: NDArray[np.int32]) -> NDArray[np.uint32]:
 
 
 def _last_needed(keys: Floats, weights: Sums, needed: int) -> np.float32:
-    order = np.argsort(keys)
-    last: np.float32 = keys[order[np.searchsorted(weights[order].cumsum(), np.uint64(needed))]]
-    return last
+    """Return the lowest key at which the weights up to it reach `needed`; infinity if they never do."""
+    for count in (min(_FEW_KEYS, len(keys)), len(keys)):
+        lowest = np.argpartition(keys, count - 1)[:count]
+        order = lowest[np.argsort(keys[lowest])]
+        place = np.searchsorted(weights[order].cumsum(), np.uint64(needed))
+        if place < count:
+            last: np.float32 = keys[order[place]]
+            return last
+    return np.float32(np.inf)
 
 
 def _share_of(total: int, share: int) -> int:

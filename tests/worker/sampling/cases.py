@@ -12,7 +12,7 @@ from worker.wire import SamplingParams
 
 
 def random_logits(vocab_size: int, num_rows: int, seed: int) -> NDArray[np.float32]:
-    """Return rows that are flat, steep, rounded, equal, nearly all forbidden, or of likely tokens above noise."""
+    """Return rows: flat, steep, rounded, equal, nearly all forbidden, in levels, or likely tokens above noise."""
     generator = np.random.default_rng(seed)
     rows = []
     for kind in generator.integers(0, 8, num_rows):
@@ -27,6 +27,8 @@ def random_logits(vocab_size: int, num_rows: int, seed: int) -> NDArray[np.float
             row = np.round(row)
         elif kind == 4:
             row[generator.integers(0, vocab_size, 50)] += generator.uniform(6, 14, 50)
+        elif kind == 5:
+            row += np.repeat(generator.normal(0, 4, vocab_size // 64 + 1), 64)[:vocab_size]
         row[generator.integers(vocab_size)] = generator.normal()
         rows.append(row)
     return np.array(rows, dtype=np.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import ceil
+from math import ceil, log
 from typing import Any
 
 import numpy as np
@@ -126,3 +126,43 @@ def test_a_share_needs_the_token_that_reaches_it() -> None:
     for top_p, num_kept in ((0.5, 1), (0.500001, 2), (0.75, 2), (0.76, 4)):
         found = shares_drawn(logits, SamplingParams(max_tokens=1, top_p=top_p), 64)
         assert int((found > 0).sum()) == num_kept, ceil(top_p)
+
+
+def test_a_share_may_need_tokens_far_below_the_best() -> None:
+    """Three thousand tokens of 2^-9 of the best one's share have six times its share together."""
+    logits = np.full(3001, -9 * np.log(2), np.float32)
+    logits[0] = 0.0
+    assert shares_drawn(logits, SamplingParams(max_tokens=1, top_p=0.5), 64)[0] < 0.2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repetition_penalty": 4.0},
+        {"presence_penalty": 3.0},
+        {"logit_bias": ((5, -3.0), (6, -3.0))},
+        {"bad_words": ((5,), (9, 6), (9, 7))},
+        {"min_tokens": 99, "stop_token_ids": (7, 8)},
+        {"allowed_token_ids": (0, 1, 11)},
+    ],
+)
+def test_a_rule_reaches_each_of_its_tokens(all_kernels: list[Kernels], fields: dict[str, Any]) -> None:  # noqa: F811
+    """Each token is the best in one row."""
+    logits = torch.full((12, 12), 0.5).fill_diagonal_(1.0)
+    row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0, **fields), 0, 0, (1, 2), (3, 9))
+    want = outcome(logits, [row] * 12, None)
+    assert want[0] != list(range(12))
+    for kernels in all_kernels:
+        assert outcome(logits, [row] * 12, kernels) == want
+
+
+def test_min_p_drops_the_float_below_it(all_kernels: list[Kernels], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(sampler, "uniform", lambda seed, position: (1 << 53) - 1)
+    row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.7, min_p=0.05), 0, 0, (), ())
+    pairs = []
+    for top in np.linspace(1, 9, 32, dtype=np.float32):
+        lowest = float(top) + log(0.05) * 0.7
+        below = np.float32(lowest)
+        pairs.append((top, below if float(below) < lowest else np.nextafter(below, np.float32(-np.inf))))
+    for kernels in (None, *all_kernels):
+        assert outcome(torch.tensor(pairs), [row] * 32, kernels)[0] == [0] * 32

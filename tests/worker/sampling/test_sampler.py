@@ -93,7 +93,10 @@ def test_samples_follow_the_distribution() -> None:
     assert float(statistic) < 31.3  # 11 degrees of freedom, one in a thousand
 
 
-def test_a_token_of_probability_zero_is_never_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_token_of_probability_zero_is_never_sampled(monkeypatch: pytest.MonkeyPatch, is_compiled: bool) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(sampler, "sampling_kernels_for", lambda device: None)
     logits = torch.full((VOCAB,), float("-inf"))
     logits[[7, 31]] = 0.0
     for number, expected in ((0, 7), (1 << 52, 31), ((1 << 53) - 1, 31)):
@@ -229,6 +232,10 @@ class TestConstraints:
         logits[40] = 100.0
         mask = np.array([-1], dtype=np.int32)
         assert token(logits, sampling_row(temperature=0.0, allowed=mask)) < 32
+
+    def test_stops_stay_where_no_other_token_is_left(self) -> None:
+        row = sampling_row(temperature=0.0, min_tokens=4, allowed_token_ids=(2,))
+        assert token(random_logits(1)[0], row) == EOS[0]
 
     def test_no_token_left_is_of_its_row(self) -> None:
         impossible = sampling_row(allowed_token_ids=(3,), bad_words=((3,),))
