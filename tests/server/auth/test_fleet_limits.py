@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from cache.redis_index import LEASE_S
-from server.auth.limits import KeyUsage
+from server.auth.limits import Allowance, KeyUsage, utc_s
 from server.rates import TokenBucket
 from tests.server.auth.limits_machine import FAULTS, SOUND, Fleet, done, entry
 
@@ -99,6 +99,14 @@ def test_no_redis_grants_more_than_n_times_the_limit(first: int, number: int) ->
     """Stopped, slow, full, emptied, replayed, inflated, garbled, with other clocks. A killed gateway is one more."""
     for seed in range(first, first + number):
         Episode(seed).run()
+
+
+@pytest.mark.parametrize(("is_shared", "left"), [(False, -40.0), (True, 0.0)])
+def test_use_above_a_gateways_part_is_a_debt_without_redis_alone(is_shared: bool, left: float) -> None:
+    allowance = Allowance("minute", 120, 2)
+    now_s = utc_s()
+    allowance.spend(now_s, 100.0, is_shared=is_shared)
+    assert allowance.share.level(now_s) == pytest.approx(left, abs=1e-6)
 
 
 @pytest.mark.parametrize("fault", ["stopped", "slow", "full", "inflated"])
