@@ -19,7 +19,6 @@ from worker.contracts.step import Runner
 from worker.kv_transfer.fetches import PrefixFetch
 from worker.kv_transfer.pool_blocks import Copier, PoolBlocks
 from worker.kv_transfer.transfers import KVTransfers
-from worker.scheduler.prefix_wait import PrefixFetcher
 
 BLOCK_SIZE = 4
 PAYLOAD_BYTES = 4 * BLOCK_SIZE
@@ -114,16 +113,16 @@ class MovingEngine(HandEngine):
         **options,
     ) -> None:
 
-        def make_fetcher(allocator: Allocator, runner: Runner) -> PrefixFetcher:
+        def make_transfers(allocator: Allocator, runner: Runner) -> KVTransfers:
             assert isinstance(allocator, HashAllocator)
             if copier is None:
                 assert isinstance(runner, ArithmeticRunner)
             self.pool = PoolBlocks(allocator, copier or TokenCopier(runner))
             client = PeersInProcess(record, peers, random if damages else None)
             self.transfers = KVTransfers(self.pool, PrefillRate(1, 100.0), stores, record, client, WorkerMetrics())
-            return self.transfers.fetches
+            return self.transfers
 
-        super().__init__(block_size=BLOCK_SIZE, make_fetcher=make_fetcher, **options)
+        super().__init__(block_size=BLOCK_SIZE, make_transfers=make_transfers, **options)
         self.random = random
         self.stores = stores
         self._reads: dict[PrefixFetch, Iterator[None]] = {}
@@ -131,7 +130,7 @@ class MovingEngine(HandEngine):
     def move_blocks(self, num_turns: int) -> None:
         """Give the fetch threads and the savers some turns, in any order."""
         fetches = self.transfers.fetches
-        self.transfers.take(self.allocator.take_events())
+        self.core._reporter.report()
         for saver in self.transfers.savers.values():
             for _ in range(self.random.randrange(num_turns)):
                 if saver.queue:
@@ -155,9 +154,8 @@ class MovingEngine(HandEngine):
         return True
 
     def purge(self) -> None:
-        """Empty the pool and the stores, as the engine does."""
-        self.settle()
-        self.scheduler.preempt_all()
-        self.transfers.fetches.give_up_all()
-        assert self.allocator.reset()
-        self.transfers.purge()
+        """Empty the pool and the stores."""
+        purged = self.core.purge()
+        self.core.mailbox.run()
+        self._flush()
+        purged.result()

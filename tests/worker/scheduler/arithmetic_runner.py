@@ -36,6 +36,10 @@ def answer(prompt_ids: Sequence[int], seed: int, max_tokens: int, stop_ids: Sequ
     return token_ids[len(prompt_ids) :]
 
 
+def is_probe(step: Step) -> bool:
+    return [each.block_table for each in step.sequences] == [(NULL_BLOCK,)]
+
+
 class ArithmeticRunner:
     """`worker.contracts.step.Runner`. `fails` may raise; the step then leaves garbage wherever it was to write."""
 
@@ -79,8 +83,7 @@ class ArithmeticRunner:
             self.kv[destination : destination + size] = self.kv[source : source + size]
         written = [slot for sequence in step.sequences for slot in sequence.slots]
         assert len(written) == len(set(written)), "two tokens of one step share a slot"
-        is_probe = [each.block_table for each in step.sequences] == [(NULL_BLOCK,)]
-        assert is_probe or all(slot >= size for slot in written), "the null block is written"
+        assert is_probe(step) or all(slot >= size for slot in written), "the null block is written"
         if self.fails(step):
             for slot in written:
                 self.kv[slot] = GARBAGE

@@ -1,22 +1,26 @@
-"""The scheduler, an allocator and the arithmetic runner, stepped by hand."""
+"""The engine over an allocator and the arithmetic runner, stepped by hand: its thread never starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cache.allocators import PrefixCache, make_allocator
 from cache.allocators.base import Allocator
-from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
-from worker.contracts.engine import EngineOutput, RequestKey
-from worker.contracts.step import Launch, Runner, Step, StepResult, raised
+from cache.records import WorkerMember
+from cache.types import Epoch, WorkerId
+from tests.worker.scheduler.arithmetic_runner import VOCAB, ArithmeticRunner
+from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate
+from worker.contracts.step import Runner, Step
+from worker.engine.engine import EngineCore
 from worker.files.embedding import Pooling
 from worker.kernels.device import DeviceStream
+from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
-from worker.scheduler.prefix_wait import PrefixFetcher
-from worker.scheduler.request import Constraint, Request
+from worker.scheduler.request import Constraint, Request, failed_by
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
 from worker.wire import (
@@ -29,12 +33,16 @@ from worker.wire import (
     GenerateRequest,
     PromptLogprobs,
     SamplingParams,
+    TokenizerBundle,
     TokenLogprobs,
     Tokens,
 )
 
 ROOT = b"r" * 16
-FAILED = Failed("internal_error", "the step failed", retryable=False)
+MEMBER = WorkerMember(WorkerId("w"), Epoch("first"), "http://w", "m", "ns", "cpu", 4, 512, 1)
+BUNDLE = TokenizerBundle("f", "m", "r", b"{}", None, None, None, (), False, VOCAB, 512, 4)
+FAILED = failed_by(RuntimeError())
+METRICS = WorkerMetrics()  # of all engines: it takes long to make
 
 
 def generate(
@@ -92,8 +100,13 @@ class Answer:
                 self.last = frame
 
 
+def _num_failed_steps() -> float:
+    (family,) = METRICS.step_failures.collect()
+    return sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
+
+
 class HandEngine:
-    """Owns a scheduler and its runner. Time is the number of steps."""
+    """Owns an engine and its parts. Time is the number of steps."""
 
     def __init__(
         self,
@@ -109,17 +122,29 @@ class HandEngine:
         window_size: int | None = None,
         pooling: Pooling | None = None,
         max_drafts: int = 0,
-        make_fetcher: Callable[[Allocator, Runner], PrefixFetcher | None] = lambda allocator, runner: None,
+        make_transfers: Callable[[Allocator, Runner], KVTransfers | None] = lambda allocator, runner: None,
         **limits,
     ) -> None:
         """Draft `max_drafts` tokens wherever a lookup finds any."""
         self.pooling = pooling
+        self.runner = runner or ArithmeticRunner(num_blocks, block_size, fails, stream)
         self.allocator = make_allocator(prefix_cache, num_blocks, block_size, window_size)
         batch_limits = BatchLimits(await_prefixes=prefix_cache != "off", **limits)
         speculation = Speculation(max_drafts) if max_drafts else None
-        self.runner = runner or ArithmeticRunner(num_blocks, block_size, fails, stream)
-        fetcher = make_fetcher(self.allocator, self.runner)
+        transfers = make_transfers(self.allocator, self.runner)
+        fetcher = None if transfers is None else transfers.fetches
         self.scheduler = Scheduler(self.allocator, batch_limits, eos, speculation, fetcher)
+        self.core = EngineCore(
+            self.scheduler,
+            self.runner,
+            PrefillRate(1000, 1.0),
+            BUNDLE,
+            MEMBER,
+            METRICS,
+            transfers=transfers,
+            sinks=EngineSinks(self._deliver),
+        )
+        self.in_flight = self.core._in_flight
         self.answers: dict[RequestKey, Answer] = {}
         self.now_s = 0.0
         self.num_preempted = 0
@@ -127,10 +152,13 @@ class HandEngine:
         self.async_scheduling = async_scheduling
         """Launch steps before the tokens of the step before are known, where possible."""
         self.num_async = 0
-        self.num_failed_steps = 0
+        self._num_failed_before = _num_failed_steps()
         self.num_drafted = 0
         self.num_accepted = 0
-        self.in_flight: list[tuple[StepPlan, Launch[StepResult]]] = []
+
+    @property
+    def num_failed_steps(self) -> float:
+        return _num_failed_steps() - self._num_failed_before
 
     def submit(self, wire: GenerateRequest, constraints: Mapping[int, Constraint] | None = None) -> Request:
         key = RequestKey(len(self.answers))
@@ -154,26 +182,27 @@ class HandEngine:
                 return None
             self.num_preempted += plan.num_preempted
             self.num_yielded += plan.num_yielded
-            self.in_flight.append((plan, self._launch(plan)))
+            self.in_flight.launch(plan, self.now_s)
         is_late = self.now_s % 2 == 0
         if not is_late:
             while_running()
-        if (
-            self.async_scheduling
-            and len(self.in_flight) == 1
-            and (ahead := self.scheduler.schedule_async()) is not None
-        ):
-            self.num_async += 1
-            self.in_flight.append((ahead, self._launch(ahead)))
+        if self.async_scheduling:
+            self.in_flight.launch_async()
+            self.num_async += len(self.in_flight) - 1
         if is_late:
             while_running()
         self.allocator.check_integrity()
-        return self._collect_first()
+        plan = self.in_flight._launched[0].plan
+        self.in_flight.process_result()
+        self._flush()
+        self.num_drafted += sum(len(chunk.draft_ids) for chunk in plan.chunks.values())
+        self.num_accepted += sum(chunk.num_accepted for chunk in plan.chunks.values())
+        return plan
 
     def settle(self) -> None:
         """Collect the steps in flight."""
-        while self.in_flight:
-            self._collect_first()
+        self.in_flight.process_all()
+        self._flush()
 
     def finish(self, max_steps: int = 5000) -> None:
         """Step until nothing is left, then assert that no block is allocated."""
@@ -187,37 +216,9 @@ class HandEngine:
     def answer(self, request: Request) -> Answer:
         return self.answers[request.key]
 
-    def _collect_first(self) -> StepPlan:
-        plan, launch = self.in_flight.pop(0)
-        try:
-            self._collect(plan, launch)
-        except RuntimeError:
-            self.num_failed_steps += 1
-            while self.in_flight:
-                with suppress(Exception):
-                    self.in_flight.pop(0)[1].collect()
-            for part in self.scheduler.retries(plan):
-                try:
-                    self._run(part)
-                except RuntimeError:
-                    request = next(iter(part.chunks)).request
-                    self._deliver(self.scheduler.fail(request, FAILED))
+    def _flush(self) -> None:
+        self.core._outputs.flush()
         self.allocator.check_integrity()
-        return plan
-
-    def _run(self, plan: StepPlan) -> None:
-        self._collect(plan, self._launch(plan))
-
-    def _launch(self, plan: StepPlan) -> Launch[StepResult]:
-        try:
-            return self.runner.launch(plan.step())
-        except RuntimeError as error:
-            return raised(error)
-
-    def _collect(self, plan: StepPlan, launch: Launch[StepResult]) -> None:
-        self._deliver(self.scheduler.update(plan, launch.collect().sequences, self.now_s))
-        self.num_drafted += sum(len(chunk.draft_ids) for chunk in plan.chunks.values())
-        self.num_accepted += sum(chunk.num_accepted for chunk in plan.chunks.values())
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:

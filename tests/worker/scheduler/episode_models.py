@@ -17,7 +17,7 @@ from cache.hashing import encode_tokens
 from cache.types import BlockId
 from tests.worker.families import write_family
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, TokenCopier
-from tests.worker.scheduler.arithmetic_runner import GARBAGE, ArithmeticRunner
+from tests.worker.scheduler.arithmetic_runner import GARBAGE, ArithmeticRunner, is_probe
 from tests.worker.scheduler.engine import HandEngine, generate
 from tests.worker.scheduler.episode_requests import EOS, LONGEST, VOCAB, Asked
 from worker.attention.block_copier import make_copier
@@ -75,7 +75,9 @@ class Faults:
         return self.num_steps in self.raising
 
     def spoiled_rows(self, rows: Sequence[SamplingRow]) -> list[int]:
-        """Return the rows of this step whose logits are not finite."""
+        """Return the rows of this step whose logits are not finite; none of a probe, whose seed is 0."""
+        if any(row.seed == 0 for row in rows):
+            return []
         found = {self.spoiled[self.num_steps] % len(rows)} if rows and self.num_steps in self.spoiled else set()
         if self.broken is not None:
             prompt_ids, num_output = self.broken
@@ -174,7 +176,7 @@ class RuledRunner(ArithmeticRunner):
     """Samples by the rules of each row, and raises for a row that counts and has no token left."""
 
     def __init__(self, num_blocks: int, faults: Faults, stream: DeviceStream | None, window: int | None) -> None:
-        super().__init__(num_blocks, BLOCK_SIZE, lambda step: faults.raises(), stream, window)
+        super().__init__(num_blocks, BLOCK_SIZE, lambda step: not is_probe(step) and faults.raises(), stream, window)
         self.faults = faults
 
     def _sample(self, read: Sequence[int], row: SamplingRow) -> int:
@@ -259,7 +261,7 @@ class FaultyRunner(ModelRunner):
     def _forward(self, step: Step, *rest: Any) -> Any:
         written = [slot for sequence in step.sequences for slot in sequence.slots]
         assert len(written) == len(set(written)), "two tokens of one step share a slot"
-        raises = self.faults.raises()
+        raises = not is_probe(step) and self.faults.raises()
         output = super()._forward(step, *rest)
         if raises:
             raise RuntimeError("the device says no")

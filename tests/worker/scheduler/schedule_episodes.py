@@ -180,7 +180,7 @@ class _Episode:
                 choice = 0 if asked.aborts_first_choice else None
                 self.engine.abort(request, choice)
                 self.aborted.add((request.key, choice))
-        chunks = self.engine.in_flight[0][0].chunks.values() if self.engine.in_flight else ()
+        chunks = self.engine.in_flight._launched[0].plan.chunks.values() if self.engine.in_flight else ()
         drafting = [chunk.sequence.request for chunk in chunks if chunk.draft_ids]
         if len(drafting) == 1 and self.rng.random() < 0.3:  # no other has drafts, and the step that verifies them runs
             self.engine.abort(drafting[0])

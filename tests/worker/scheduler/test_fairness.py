@@ -123,7 +123,8 @@ def test_suspects_are_computed_one_at_a_time() -> None:
         plan = engine.scheduler.schedule(engine.now_s)
         assert plan is not None
         assert sum(c.is_prefill and c.sequence.request in suspects for c in plan.chunks.values()) <= 1
-        engine._run(plan)
+        engine.in_flight.launch(plan, engine.now_s)
+        engine.settle()
     engine.finish()
     assert all(engine.answer(request).tokens for request in others)
 
