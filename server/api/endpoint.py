@@ -263,7 +263,7 @@ class GenerateEndpoint(ABC):
         self, answer: Answer, more: Headers, context: RequestContext, account: Account, scope: Scope, send: Send
     ) -> None:
         client, response = client_of(scope), answer.response
-        ping, write = answer.formatter.ping, scope[ANSWER].write
+        ping, write = answer.formatter.ping, scope[ANSWER]().write
         writer = SseWriter(send, lambda: [*more, *response.headers()], ping, write)
         first_s = 0.0
 

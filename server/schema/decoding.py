@@ -216,7 +216,8 @@ def located(text: str, parent: str = "", kind: Any = None) -> InvalidRequestErro
     if missing := _MISSING.search(reason):
         param = f"{param}.{missing[1]}" if param else missing[1]
     if param == "model":
-        return invalid("model", "must be one of the names that GET /v1/models lists")
+        why = "model is required" if missing else f"model: {reason}"
+        return InvalidRequestError(f"{why}: use a name that GET /v1/models lists.", param=param)
     if missing:
         return invalid(param, "is required")
     if not param:

@@ -45,7 +45,6 @@ def check_figures(fleet: UsageFleet, done: list[Counted]) -> str:
     errors = Counter(line["error"] for line in lines if line["error"])
 
     view = view_of(gateway)
-    assert {name: view["totals"][name] for name in AMOUNTS} == expected
     assert view["traffic"]["in_flight"] == 0
     _check_window(view, lines)
     shown_changes = Counter[str]()

@@ -7,13 +7,13 @@ import json
 import socket
 from collections.abc import AsyncIterator
 
-from server.workers.connection import HIGH_WATER_BYTES
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import chat, post
 from tests.waiting import HANG_S, until
+from worker.common.http_client import HIGH_WATER_BYTES
 from worker.wire import Frame, GenerateRequest, Started, Tokens
 
 NUM_SLOW = 3

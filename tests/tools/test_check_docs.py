@@ -41,7 +41,7 @@ def test_references(text: str, problem: str | None, kind: str, tmp_path: Path) -
         ("[a](nothing.md) and [b](https://example.com/nothing.md#x)", {"the link to nothing.md leads nowhere"}),
         ("[a](CONTRIBUTING.md#no-section)", {"CONTRIBUTING.md has no anchor #no-section"}),
         ("[a](#no-section)", {"README.md has no anchor #no-section"}),
-        ("[a](CONTRIBUTING.md#where-to-add-what), [b](#two-commands), [c](docs/images)", set()),
+        ("[a](CONTRIBUTING.md#where-to-add-what), [b](#one-command), [c](docs/images)", set()),
     ],
 )
 def test_links(line: str, problems: set[str]) -> None:

@@ -50,6 +50,7 @@ class EngineServer(EngineApi):
         self._tls = tls
         self._idle: list[_EngineConnection] = []
         """Connections whose answers have ended."""
+        self._open: set[_EngineConnection] = set()
 
     async def call(
         self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S
@@ -106,7 +107,8 @@ class EngineServer(EngineApi):
             if (connection := self._idle.pop()).usable:
                 return connection
         loop, parts = asyncio.get_running_loop(), urlsplit(self._base)
-        make, path, is_tls = partial(_EngineConnection, self._idle, self._url), socket_path(self._url), False
+        make = partial(_EngineConnection, self._idle, self._open, self._url)
+        path, is_tls = socket_path(self._url), False
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 if path:
@@ -143,9 +145,9 @@ class EngineServer(EngineApi):
             return [int(token_id) for token_id in answer["tokens"]]
 
     async def close(self) -> None:
-        """Close every idle connection."""
-        while self._idle:
-            self._idle.pop().close()
+        """Close every connection."""
+        for connection in [*self._open]:
+            connection.close()
         await asyncio.sleep(0)  # in which their sockets are closed
 
     def _unconnected(self, error: OSError) -> EngineLostError:
@@ -161,9 +163,18 @@ class EngineServer(EngineApi):
 class _EngineConnection(HttpConnection):
     """A connection of streams."""
 
-    def __init__(self, idle: list[Self], url: str) -> None:
+    def __init__(self, idle: list[Self], opened: set[Any], url: str) -> None:
         super().__init__(idle, KEEPALIVE_S)
+        self._opened = opened
         self._url = url
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._opened.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._opened.discard(self)
 
     def lost(self, why: str, *, is_stale: bool) -> EngineLostError:
         return EngineLostError(f"{self._url}: {why}", closed=self._status is None)

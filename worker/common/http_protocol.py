@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import weakref
 from collections.abc import Coroutine, Iterable, MutableMapping
 from typing import Any, Final
 from urllib.parse import unquote
@@ -38,7 +39,7 @@ LINGER_SILENCE_S: Final = 5.0  # then it has stopped: a front may keep its side 
 MAX_AHEAD_BYTES: Final = 1 << 20
 """Pipelined bytes that are read while an earlier request is answered: unread, they would hide the client's end."""
 ANSWER: Final = "headstart.answer"
-"""The key of the AnswerCycle in the scope of a request."""
+"""The key in the scope of a weak reference to the AnswerCycle, which holds the scope itself."""
 _VERSION: Final = b"HTTP/1.1 "
 _CONTINUE: Final = b"HTTP/1.1 100 "
 MAX_ZEROS: Final = 8
@@ -167,7 +168,7 @@ class StrictProtocol(HttpToolsProtocol):
             keep_alive=head.keep_alive,
             on_response=self.on_response_complete,
         )
-        self.scope[ANSWER] = self.cycle  # type: ignore[typeddict-unknown-key]
+        self.scope[ANSWER] = weakref.ref(self.cycle)  # type: ignore[typeddict-unknown-key]
         app: Any = Http10Answer(self.app, self.cycle) if head.version == "1.0" else self.app
         self._start_asgi_task(self.cycle, app)
 

@@ -96,7 +96,7 @@ def test_dear_rows_get_no_draft() -> None:
 
 def test_only_steps_of_decodes_measure_the_cost() -> None:
     speculation = Speculation(4, StepCost(0.001, 4.0))
-    made = engine(speculation)
+    made = engine(Speculation(4))
     made.submit(generate(PERIOD * 2, 30))
     prefill, decode = made.step(), made.step()
     assert prefill is not None
@@ -107,11 +107,18 @@ def test_only_steps_of_decodes_measure_the_cost() -> None:
     assert speculation.cost.seconds(decode.num_decode_rows) == pytest.approx(0.05)
 
 
+class Guess(Speculation):
+    """Keeps its first guess of what a step costs."""
+
+    def measure(self, plan: StepPlan, duration_s: float) -> None:
+        pass
+
+
 def test_one_sequence_gets_more_drafts_than_each_of_many() -> None:
     """With cheap rows, one sequence gets more drafts than each of many."""
     longest = []
     for count in (1, 12):
-        made = engine(Speculation(20, StepCost(0.001, 3.0)))
+        made = engine(Guess(20, StepCost(0.001, 3.0)))
         for _ in range(count):
             made.submit(generate(PERIOD * 2, 30))
         longest.append(next(max(plan) for plan in drafts(made) if any(plan)))
