@@ -171,9 +171,7 @@ class EngineAnswer:
             return
         before, delta, literal, between, after = found.groups()
         passed = b"" if request.is_read else self._pending[-1].event
-        passed_before, is_there, passed_after = passed.partition(b'"delta":' + delta)
-        if not request.is_read and (not is_there or (b'"delta":' + delta) in passed_after):
-            return
+        passed_before, _, passed_after = passed.partition(b'"delta":' + delta)
         head, tail = delta.split(literal, 1)
         self._shape = _Shape(
             before + head, tail + between + b"[", b"]" + after, passed_before + b'"delta":' + head, tail + passed_after

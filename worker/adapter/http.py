@@ -55,13 +55,21 @@ class EngineServer(EngineApi):
     async def call(
         self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S
     ) -> tuple[int, bytes]:
-        """Return the status and the body of an answer; an error body may be truncated."""
-        try:
-            async with asyncio.timeout(timeout_s), self._asked(method, path, body) as connection:
-                status = await connection.head()
-                answer = await _start_of(connection, _MAX_ANSWER_BYTES if status == 200 else _MAX_ERROR_BYTES)
-        except TimeoutError as error:
-            raise EngineLostError(self._why(error)) from error
+        """Return the status and the body of an answer; an error body may be truncated.
+
+        A GET is sent again if its connection ends without an answer: the engine may have closed an idle one.
+        """
+        for is_repeatable in (method == "GET", False):
+            try:
+                async with asyncio.timeout(timeout_s), self._asked(method, path, body) as connection:
+                    status = await connection.head()
+                    answer = await _start_of(connection, _MAX_ANSWER_BYTES if status == 200 else _MAX_ERROR_BYTES)
+                break
+            except TimeoutError as error:
+                raise EngineLostError(self._why(error)) from error
+            except EngineLostError as error:
+                if not (is_repeatable and error.closed):
+                    raise
         if status == 200 and len(answer) > _MAX_ANSWER_BYTES:
             raise AnswerTooLongError
         return status, answer
@@ -161,7 +169,7 @@ class EngineServer(EngineApi):
 
 
 class _EngineConnection(HttpConnection):
-    """A connection of streams."""
+    """A connection to the engine. `opened` has it until it ends."""
 
     def __init__(self, idle: list[Self], opened: set[Any], url: str) -> None:
         super().__init__(idle, KEEPALIVE_S)

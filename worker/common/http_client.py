@@ -138,7 +138,7 @@ class HttpConnection(asyncio.Protocol):
     def _rest(self) -> None:
         """Become idle."""
         self._cancel_timer()
-        if not self.usable or len(self._idle) >= MAX_IDLE:
+        if not self.usable or self._paused or len(self._idle) >= MAX_IDLE:  # paused, it would read no answer
             self.close()
             return
         self._reused = True

@@ -202,8 +202,7 @@ class GenerateRoute:
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
             while not stream.is_taken:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-                stream.write = scope[ANSWER]().write
-                data = await stream.take()
+                data = await stream.take(write=scope[ANSWER]().write)
             await send({"type": "http.response.body", "body": data, "more_body": False})
         finally:
             self._service.release(stream)

@@ -92,7 +92,7 @@ class QueueAccounting:
 class Stream:
     """One open request: a buffer of frames between the dispatcher and the connection."""
 
-    __slots__ = ("_frames", "_is_waiting", "_wake", "ended", "key", "last", "request", "started", "trace", "write")
+    __slots__ = ("_frames", "_wake", "_write", "ended", "key", "last", "request", "started", "trace")
 
     def __init__(self, key: RequestKey, request: GenerateRequest) -> None:
         self.key = key
@@ -102,12 +102,10 @@ class Stream:
         self.last: End | Failed | None = None
         """The frame with which it ended; None: it is open, or its client left before."""
         self.trace: StreamTrace | None = None
-        self.write: Callable[[bytes], bool] | None = None
-        """Writes to the connection at once, or returns False. Set when the head of the answer is sent."""
         self._frames: list[Frame] = []
         self._wake = asyncio.Event()
-        self._is_waiting = False
-        """The reader is in `take`, and was not woken."""
+        self._write: Callable[[bytes], bool] | None = None
+        """Set while the reader waits in `take`, and was not woken: frames may pass it then."""
 
     def put(self, frame: Frame) -> None:
         """Add a frame. Call `flush` after the last of a step."""
@@ -115,11 +113,11 @@ class Stream:
 
     def flush(self) -> None:
         """Write the frames, without a turn of the reader's task where the connection takes them."""
-        is_direct = self._is_waiting and not self.ended and len(self._frames) <= MAX_COALESCED_FRAMES
-        if is_direct and self.write is not None and self.write(b"".join(map(pack, self._frames))):
+        is_short = len(self._frames) <= MAX_COALESCED_FRAMES
+        if self._write is not None and is_short and self._write(b"".join(map(pack, self._frames))):
             self._frames = []
         else:
-            self._is_waiting = False
+            self._write = None
             self._wake.set()
 
     @property
@@ -127,16 +125,19 @@ class Stream:
         """True once the stream has ended and all its frames are taken."""
         return self.ended and not self._frames
 
-    async def take(self, timeout_s: float | None = None) -> bytes:
-        """Wait for frames and return them packed; b"" if none come in this time, or before the end."""
+    async def take(self, timeout_s: float | None = None, write: Callable[[bytes], bool] | None = None) -> bytes:
+        """Wait for frames and return them packed; b"" if none come in this time, or before the end.
+
+        `write` gets those of the meantime, packed, as long as it returns True.
+        """
         if not self._frames and not self.ended:
             self._wake.clear()
-            self._is_waiting = True
+            self._write = write
             timer = None if timeout_s is None else asyncio.get_running_loop().call_later(timeout_s, self._wake.set)
             try:
                 await self._wake.wait()
             finally:
-                self._is_waiting = False
+                self._write = None
             if timer is not None:
                 timer.cancel()
         frames, self._frames = self._frames[:MAX_COALESCED_FRAMES], self._frames[MAX_COALESCED_FRAMES:]
@@ -144,7 +145,7 @@ class Stream:
 
     def close(self) -> None:
         """End the stream; `take` still returns the buffered frames."""
-        self.ended = True
+        self.ended, self._write = True, None
         self._wake.set()
 
 

@@ -150,6 +150,23 @@ async def test_without_a_reader_the_sender_waits(pool: ConnectionPool) -> None:
         assert len(await read_all(connection)) == 400 * 0x10000
 
 
+async def test_a_connection_that_was_paused_is_not_kept(pool: ConnectionPool) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        size = HIGH_WATER_BYTES + 1
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
+        await writer.drain()
+
+    async with server(serve) as (url, _):
+        connection = await pool.send(url, b"POST /generate", b"")
+        await connection.head()
+        await until(lambda: connection.usable)
+        connection.release()
+        again = await pool.send(url, b"POST /generate", b"")
+        assert len(await read_all(again)) == HIGH_WATER_BYTES + 1
+        assert again is not connection, "it would read no answer"
+        again.release()
+
+
 def answers_once() -> Any:
     """Serve the first request of each connection, and break it at the next one."""
     answered = set()

@@ -142,6 +142,26 @@ async def test_a_connection_that_breaks(said: bytes) -> None:
         await http.close()
 
 
+async def test_a_kept_connection_that_the_engine_closes() -> None:
+    num_asked = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await reader.readuntil(b"\r\n\r\n")
+        num_asked += 1
+
+    async with raw_listening(serve) as port:
+        http = EngineServer(f"http://127.0.0.1:{port}")
+        for _ in range(3):
+            assert await http.json("GET", "/state") == {}
+        assert num_asked == 2
+        with pytest.raises(EngineLostError):
+            await http.json("POST", "/generate")
+        await http.close()
+
+
 @pytest.mark.parametrize("form", ["unix:{}", "unix://{}", "unix:{}/v1"])
 async def test_a_unix_socket(tmp_path: Path, form: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+
 import pytest
 from msgspec.structs import replace
 
@@ -10,7 +13,7 @@ from worker.common.frames import FrameReader
 from worker.contracts.engine import RequestKey
 from worker.contracts.rates import QueuePace, StartInterval
 from worker.http.streams import MAX_COALESCED_FRAMES, QueueAccounting, QueueLimits, Stream
-from worker.wire import Failed, Tokens, pack
+from worker.wire import Failed, Frame, Tokens, pack
 
 
 async def test_a_slow_reader_gets_every_frame_in_order() -> None:
@@ -23,6 +26,42 @@ async def test_a_slow_reader_gets_every_frame_in_order() -> None:
     while data := await stream.take():
         read += reader.feed(data)
     assert read == frames
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_frames_that_pass_a_waiting_reader_keep_their_order(seed: int) -> None:
+    """Whenever the connection takes writes, and the reader is slow to send what it has taken."""
+    rng, stream = random.Random(seed), Stream(RequestKey(0), generate([1]))
+    reader, read, num_direct = FrameReader(), list[Frame](), 0
+
+    def write(data: bytes) -> bool:
+        nonlocal num_direct
+        if rng.random() < 0.4:
+            return False
+        num_direct += 1
+        read.extend(reader.feed(data))
+        return True
+
+    async def answer() -> None:
+        data = await stream.take()
+        while data or not stream.is_taken:
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+            read.extend(reader.feed(data))
+            data = await stream.take(write=write)
+
+    task = asyncio.create_task(answer())
+    frames = [Tokens(0, (number,)) for number in range(200)]
+    for frame in frames:
+        stream.put(frame)
+        if rng.random() < 0.7:
+            stream.flush()
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
+    stream.close()
+    await task
+    assert read == frames
+    assert num_direct
 
 
 def test_a_tenant_fills_its_own_share_only() -> None:

@@ -20,6 +20,16 @@ def test_a_prompt_and_its_answer() -> None:
     assert len(engine.runner.steps) == 5
 
 
+def test_the_seconds_of_an_answer() -> None:
+    engine = HandEngine()
+    request = engine.submit(generate(range(10), max_tokens=5))
+    for now_s in (1.0, 2.0, 3.0, 4.0, 5.0):
+        plan = engine.scheduler.schedule(now_s)
+        assert plan is not None
+        outputs = engine.scheduler.update(plan, engine.runner.run(plan.step()), now_s)
+    assert outputs[-1] == (request.key, End(queue_s=1.0, prefill_s=0.0, decode_s=4.0))
+
+
 def test_a_second_request_skips_the_cached_prefix() -> None:
     engine = HandEngine()
     engine.submit(generate(range(10)))
