@@ -173,16 +173,19 @@ class RenderClock:
 
     def made(self, value: Any) -> Any:
         """Return what was made. Raises TemplateRuntimeError if it is too large."""
-        if value.__class__ is str:
+        kind = value.__class__
+        if kind is str:
             if len(value) > _SMALL:
                 self.limit(len(value))
                 self.check(4 * len(value))
             return value
-        if value.__class__ is GeneratorType:
+        if kind is GeneratorType:
             return self._checked(value)
-        if value.__class__ is int and value.bit_length() > _MAX_BITS:
-            raise jinja2.TemplateRuntimeError("a number is too large")
-        self.limit(self.size_of(value))
+        if kind is int:
+            if value.bit_length() > _MAX_BITS:
+                raise jinja2.TemplateRuntimeError("a number is too large")
+        elif kind is not bool:
+            self.limit(self.size_of(value))
         self.check(_COMPARED)
         return value
 
