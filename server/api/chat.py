@@ -47,7 +47,7 @@ from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import TextLimit, invalid, require_json
 from server.schema.fields import ModelFields, StreamOptions
 from server.schema.intent import ChatIntent, Conversation
-from server.schema.requests import CHAT, RESPONSES, ChatRequest
+from server.schema.requests import CHAT, CHAT_OF_ITEMS, ChatRequest
 from server.schema.tools import converted
 from server.text.control_tokens import RenderedPrompt
 from server.text.formats import CALL_LIST
@@ -135,7 +135,7 @@ class ChatEndpoint(ConversationEndpoint[ChatRequest]):
         if not (_INPUT.search(body) and _is_of_responses(body)):
             request = await CHAT.read(body, limit)
             return request, request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
-        given = await RESPONSES.read(body, limit)
+        given = await CHAT_OF_ITEMS.read(body, limit)
         intent = responses_intent(given)
         request = ChatRequest(
             model=given.model,

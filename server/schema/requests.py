@@ -242,6 +242,20 @@ class ResponsesRequest(ModelFields, kw_only=True):
             raise unsupported("truncation", "can only be disabled")
 
 
+class ChatOfItems(ResponsesRequest, kw_only=True):
+    """A body of responses that is sent to chats, and may have their words for a length and an effort."""
+
+    max_tokens: PositiveCount | None = None
+    max_completion_tokens: PositiveCount | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+    def check(self) -> None:
+        ResponsesRequest.check(self)
+        self.max_output_tokens = self.max_output_tokens or self.max_completion_tokens or self.max_tokens
+        if self.reasoning is None or self.reasoning.effort is None:
+            self.reasoning = ReasoningOptions(effort=self.reasoning_effort)
+
+
 BodyT = TypeVar("BodyT", bound=RequestFields)
 
 
@@ -315,3 +329,4 @@ def _one_prompt(item: object, param: str) -> str | list[int]:
 CHAT: Final = BodyDecoder(ChatRequest, "/v1/chat/completions")
 COMPLETION: Final = BodyDecoder(CompletionRequest, "/v1/completions")
 RESPONSES: Final = BodyDecoder(ResponsesRequest, "/v1/responses")
+CHAT_OF_ITEMS: Final = BodyDecoder(ChatOfItems, "/v1/responses")

@@ -149,9 +149,21 @@ async def test_a_body_of_responses_at_chats_has_a_chats_answer(worker: ScriptedW
     assert first.sampling.max_tokens == 99
 
 
+@pytest.mark.parametrize("word", ["max_tokens", "max_completion_tokens"])
+async def test_a_body_of_responses_at_chats_may_have_chats_words(worker: ScriptedWorker, word: str) -> None:
+    """SDKs send a chat's length next to `input`; the length that responses have goes first."""
+    body = {"model": "tiny", "input": "Hi", word: 3, "reasoning_effort": "low"}
+    async with gateway(worker) as target:
+        status, headers, _ = await post(target.url, body)
+        assert (status, headers["x-headstart-ignored"]) == (200, "reasoning.effort"), "the template has no efforts"
+        assert (await post(target.url, {**body, "max_output_tokens": 5}))[0] == 200
+        assert (await error_of(target.url, {**body, word: "many"}))["param"] == word
+        assert (await error_of(target.url, body, "/v1/responses"))["param"] in body, "it has no such words"
+    assert [request.sampling.max_tokens for request in worker.received] == [3, 5]
+
+
 async def test_a_wrong_body_of_responses_at_chats_is_named(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target:
-        assert (await error_of(target.url, {**CURSOR, "max_tokens": 3}))["param"] == "max_tokens"
         assert (await error_of(target.url, {**CURSOR, "input": []}))["param"] == "input"
         assert (await error_of(target.url, {**CURSOR, "stream_options": {"include_usage": 3}}))["param"] == (
             "stream_options.include_usage"
