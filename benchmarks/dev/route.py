@@ -17,6 +17,7 @@ and, after those, what changes:
     _kept       answers take blocks, which the conversation's next prompt finds
     _tenants    twenty tenants with Zipf weights, which share no block
     _speeds     every second worker has half the speed of the others
+    _wrong      a third of the workers report half or twice their prefill rate, and all report it 10 s late
     _once       a fifth of all requests are prompts that come only once
     _batches    ten times, 64 requests with one new prompt begin at once
     _bursts     arrivals of 20 s come in 4 s

@@ -50,6 +50,7 @@ LLM_D: Final = "llm-d"
 TIERS: Final = "llm-d-tiers"
 """Where nothing moves it is `LLM_D`, and runs only without that."""
 SPEEDS: Final = "speeds"
+WRONG: Final = "wrong"
 CHURN: Final = "churn"
 JOIN: Final = "join"
 _CELL: Final = re.compile(r"(conv|agent|tau|swe|fan|doc)(\d+)_n(\d+)((?:_[a-z0-9.]+)*)(?:@(.+))?")
@@ -92,11 +93,11 @@ class Run:
 def parse_cell(text: str) -> Cell:
     match = _CELL.fullmatch(text)
     variants = match[4].split("_")[1:] if match else []
-    known = {*VARIANTS, SPEEDS, CHURN, JOIN}
+    known = {*VARIANTS, SPEEDS, WRONG, CHURN, JOIN}
     if match is None or not int(match[2]) or not int(match[3]) or {*variants} - known:
         raise ArgumentTypeError(
             f"cell {text!r}: use conv25_n8, agent40_n8, tau50_n8, swe10_n8_x8, conv25_n8@gateways=4 and the like;"
-            f" after the workers may come {', '.join((*VARIANTS, SPEEDS, CHURN, JOIN))};"
+            f" after the workers may come {', '.join((*VARIANTS, SPEEDS, WRONG, CHURN, JOIN))};"
             f" after @ {', '.join(_OPTIONS)}"
         )
     options: dict[str, object] = {}
@@ -169,6 +170,7 @@ def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
         redis=options.index == "redis" and not pooled,
         blind=options.index == "none" and not pooled,
         two_speeds=SPEEDS in cell.variants,
+        wrong_rates=WRONG in cell.variants,
         death_and_join=CHURN in cell.variants,
         copies=bool(options.copies),
         join=JOIN in cell.variants,

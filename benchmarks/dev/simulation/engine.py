@@ -102,6 +102,12 @@ class SimulatedWorker:
     load_s: float = 0.0
     line: PrefillLine = field(default_factory=PrefillLine)
     """As its adapter measures it: slower next to decodes."""
+    rate_error: float = 1.0
+    """The prefill rate that it assumes, over the one that it measures."""
+    rate_delay_s: float = 0.0
+    """How late it reports its rate."""
+    rates: deque[tuple[float, float, float]] = field(default_factory=deque)
+    """(time, rate, fixed part) of the last `rate_delay_s`."""
     is_dead: bool = False
     """Nothing that was planned happens any more."""
     blocked_since_s: float | None = None
@@ -112,7 +118,8 @@ class SimulatedWorker:
     def submit(self, job: Job, now_s: float) -> None:
         self.report(now_s)
         job.room_wait_s = -self.total_blocked_s(now_s)
-        job.estimate_s = self.line.seconds(job.request.num_prompt_tokens - self.num_reusable_tokens(job))
+        num_tokens = job.request.num_prompt_tokens - self.num_reusable_tokens(job)
+        job.estimate_s = self.line.seconds(num_tokens) / self.rate_error
         self.assigned_s += job.estimate_s
         self.queue.append(job)
 
@@ -211,11 +218,17 @@ class SimulatedWorker:
         for job, left_s in self.unfinished(at_s):
             queued[job.gateway] = queued.get(job.gateway, 0.0) + left_s
         self.load_s = at_s
+        self.rates.append((at_s, self.line.tokens_per_s, self.line.fixed_s if self.line.is_split else 0.0))
+        while len(self.rates) > 1 and self.rates[1][0] <= at_s - self.rate_delay_s:
+            self.rates.popleft()
+        measured_s, tokens_per_s, fixed_s = self.rates[0]
+        if measured_s > at_s - self.rate_delay_s:
+            tokens_per_s = fixed_s = 0.0  # none is as old
         self.load = WorkerLoad(
             queued_prefill_s=queued,
             assigned_prefill_s=self.assigned_s,
-            prefill_tokens_per_s=self.line.tokens_per_s,
-            prefill_fixed_s=self.line.fixed_s if self.line.is_split else 0.0,
+            prefill_tokens_per_s=self.rate_error * tokens_per_s,
+            prefill_fixed_s=fixed_s,
             num_running=self.num_decoding + len(self.unfinished(at_s)),
             num_waiting=len(self.queue),
             num_free_blocks=self.cache.num_free_blocks,

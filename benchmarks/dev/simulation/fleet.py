@@ -17,6 +17,9 @@ from server.router.cost import CostModel
 MODEL: Final = "simulated"
 SPEEDS: Final = (4 / 3, 2 / 3)
 """Even and odd workers have these where there are two. The fleet computes as much."""
+RATE_ERRORS: Final = (2.0, 1.0, 1.0, 0.5, 1.0, 1.0)
+"""Those of workers, in turn, where some rates are wrong."""
+RATE_DELAY_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class ReplaySettings:
     """The index never answers: each gateway has only its own placements."""
     two_speeds: bool = False
     """Every second worker has half the speed of the others."""
+    wrong_rates: bool = False
+    """A third of the workers report half or twice their prefill rate, and all report it late."""
     copies: bool = True
     """Gateways copy chains to other workers on purpose."""
     join: bool = False
@@ -109,7 +114,10 @@ class Fleet:
         cache = self._pool or HashAllocator(self._num_worker_blocks + 1, 1)
         if not settings.moves:
             kind = SharedWorker if settings.shared_engine else SimulatedWorker
-            return kind(member, model, cache, settings.report_s, settings.passes)
+            worker = kind(member, model, cache, settings.report_s, settings.passes)
+            if settings.wrong_rates:
+                worker.rate_error, worker.rate_delay_s = RATE_ERRORS[number % len(RATE_ERRORS)], RATE_DELAY_S
+            return worker
         num_tier_blocks = int(settings.lower_tier * self._num_worker_blocks)
         tier = HashAllocator(num_tier_blocks + 1, 1) if settings.lower_tier else None
         if settings.join:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from cache.types import BlockHash, WorkerId
@@ -13,6 +14,7 @@ from server.router.policies import FleetView, Policy
 from server.router.types import RouteRequest
 
 _MAX_BLOCKS: Final = 1 << 20
+_DYNAMO_WEIGHTS: Final[Mapping[str, float]] = {"host": 0.75, "disk": 0.25}
 
 
 class Rival(Policy):
@@ -23,28 +25,48 @@ class Rival(Policy):
 
 
 class Dynamo(Rival):
-    """Dynamo's cost in blocks: active prefill and the request's own, and the blocks of live requests with it.
+    """Dynamo's cost in blocks: the prefills of a worker and the request's own, and the blocks of live requests with it.
 
     A prefill is charged whole until its first token. A block that several live requests share counts once.
+
+        prefill = blocks of prefills there + blocks of the prompt - credit
+        credit  = overlap_credit * matched / (1 + credit_decay * excess) + weighted blocks of its tiers
+        excess  = blocks of prefills there above those of the least loaded worker / blocks of the prompt
     """
 
-    def __init__(self, overlap_weight: float = 1.0) -> None:
-        self._overlap_weight = overlap_weight
+    def __init__(
+        self,
+        overlap_credit: float = 1.0,
+        credit_decay: float = 0.0,
+        prefill_weight: float = 1.0,
+        request_tokens: float = 0.0,
+    ) -> None:
+        """`request_tokens`: each request at a worker counts as this and its blocks."""
+        self._overlap_credit = overlap_credit
+        self._credit_decay = credit_decay
+        self._prefill_weight = prefill_weight
+        self._request_tokens = request_tokens
         self._live: dict[WorkerId, Counter[BlockHash]] = {}
         """Live requests by the full block."""
         self._num_rests: Counter[WorkerId] = Counter()
         """Blocks of live requests that are not full, which nothing shares."""
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
-        scores = []
-        for worker in workers:
+        queued = [worker.estimate.queued_s * worker.prefill_tokens_per_s for worker in workers]
+        num_tokens, least, scores = max(1, request.num_prompt_tokens), min(queued), []
+        for worker, queued_tokens in zip(workers, queued, strict=True):
             block_size, worker_id = worker.member.block_size, worker.member.worker_id
-            prefill_s = worker.estimate.queued_s + worker.prefill_s
-            prefill_blocks = prefill_s * worker.prefill_tokens_per_s / block_size
+            decay = 1.0 + self._credit_decay * (queued_tokens - least) / num_tokens
+            credit = self._overlap_credit * worker.matched_tokens / decay
+            if worker.plan is not None:
+                below = zip(worker.member.tiers, worker.plan.tier_tokens, strict=False)
+                credit += sum(_DYNAMO_WEIGHTS[tier] * loaded for tier, loaded in below)
+            prefill_blocks = max(0.0, queued_tokens + num_tokens - credit) / block_size
             live = self._live.get(worker_id, Counter())
             num_new = len(request.hashes) - sum(map(live.__contains__, request.hashes))
             num_active = len(live) + self._num_rests[worker_id] + num_new + 1
-            scores.append(self._overlap_weight * prefill_blocks + num_active)
+            request_blocks = self._request_tokens * worker.num_outstanding / block_size
+            scores.append(self._prefill_weight * prefill_blocks + num_active + request_blocks)
         return scores
 
     def on_dispatch(self, request: RouteRequest, worker: WorkerView) -> None:
@@ -156,4 +178,7 @@ RIVALS: Final[Mapping[str, Callable[[], Policy]]] = {
     "llm-d": LlmD,
     "llm-d-tiers": LlmDTiers,
     "dynamo": Dynamo,
+    "dynamo-agentic": partial(Dynamo, overlap_credit=2.0, prefill_weight=4.0, request_tokens=1024.0),
+    "dynamo-decay": partial(Dynamo, credit_decay=1.0),
 }
+"""Options of Dynamo that are off by default: its preset for agents (64 blocks of 16 tokens a request), and a decay."""

@@ -30,10 +30,28 @@ def test_llm_d_adds_prefix_memory_and_queue() -> None:
 
 def test_dynamo_adds_prefill_and_active_blocks() -> None:
     policy, request = Dynamo(), make_request()
-    assert chosen(policy, request, view("a", prefill_s=0.5), view("b", prefill_s=1.0)) == {"a"}
-    for _ in range(80):
-        policy.on_dispatch(make_request(), view("a"))
-    assert chosen(policy, request, view("a", prefill_s=0.5), view("b", prefill_s=1.0)) == {"b"}
+    holder = view("a", matched_tokens=160)
+    assert chosen(policy, request, holder, view("b")) == {"a"}
+    policy.on_dispatch(make_request(), view("a"))
+    assert chosen(policy, request, holder, view("b")) == {"b"}
+
+
+def test_a_credit_of_dynamo_decays_at_a_busy_worker() -> None:
+    """It holds all of the prompt, and has half as much to compute."""
+    holder = view("a", matched_tokens=160)
+    holder.estimate.add(0.08, 5, 0.0)
+    assert chosen(Dynamo(), make_request(), holder, view("b")) == {"a"}
+    assert chosen(Dynamo(credit_decay=3.0), make_request(), holder, view("b")) == {"b"}
+
+
+def test_dynamo_may_count_requests_and_tiers() -> None:
+    busy = view("a", matched_tokens=160, num_running=1)
+    assert chosen(Dynamo(request_tokens=100.0), make_request(), busy, view("b")) == {"a"}
+    assert chosen(Dynamo(request_tokens=200.0), make_request(), busy, view("b")) == {"b"}
+    loaded = view("c", plan=FetchPlan(160, tier_tokens=(160,)))
+    loaded.member = dataclasses.replace(loaded.member, tiers=("disk",))
+    assert chosen(Dynamo(), make_request(), loaded, view("b", matched_tokens=32)) == {"c"}
+    assert chosen(Dynamo(), make_request(), loaded, view("b", matched_tokens=48)) == {"b"}
 
 
 @pytest.mark.parametrize("name", list(RIVALS))

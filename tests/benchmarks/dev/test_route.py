@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.dev.route import options_of
 from benchmarks.dev.route_load.runs import POOLED, POOLED1, execute, plan, processes
-from benchmarks.dev.simulation.fleet import ReplaySettings
+from benchmarks.dev.simulation.fleet import Fleet, ReplaySettings
 from benchmarks.dev.simulation.outcomes import Outcome
 from benchmarks.dev.simulation.replay import Replay
 from benchmarks.dev.simulation.traces import ConversationTrace
@@ -119,6 +119,22 @@ def test_a_real_redis_gives_the_figures_of_the_index_in_memory(tmp_path: Path) -
     )
     assert redis == memory
     assert memory.hit > 0.3
+
+
+def test_wrong_rates_are_reported_ten_seconds_late(tmp_path: Path) -> None:
+    trace = ConversationTrace(conversations(tmp_path / "trace.jsonl.gz", 2))
+    workload = trace.workload(num_workers=6, load=0.9, seed=1)
+    fleet = Fleet(workload, ReplaySettings(num_workers=6, cache_share=9.0, wrong_rates=True))
+    reported = []
+    for worker in [fleet.make_worker() for _ in range(6)]:
+        for ended_s in (2.0, 4.0):
+            worker.line.add(3000, 1.5, ended_s)
+        rates = []
+        for now_s in (5.0, 14.5, 15.5):
+            worker.report(now_s)
+            rates.append(worker.load.prefill_tokens_per_s)
+        reported.append(rates)
+    assert reported == [[0.0, 0.0, pytest.approx(rate)] for rate in (4000.0, 2000.0, 2000.0, 1000.0, 2000.0, 2000.0)]
 
 
 def test_moving_blocks_nears_the_bound(outcomes: dict[str, Outcome]) -> None:
