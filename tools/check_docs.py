@@ -51,7 +51,7 @@ RESULTS: Final = re.compile(r"RESULTS\.md(?!#)")
 MAX_WIDTH: Final = 120
 """The width of a line that Markdown can wrap."""
 MAX_LINES: Final = 300
-MAX_WORDS: Final = 25_500
+MAX_WORDS: Final = 24_000
 """The bound of all pages by hand together, without code blocks and targets of links."""
 
 

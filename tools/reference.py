@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric  # noqa: E402 (also run as a s
 
 from server.api.embeddings import EMBEDDING  # noqa: E402
 from server.metrics import GatewayMetrics  # noqa: E402
-from server.schema.field_table import FieldRefusal  # noqa: E402
+from server.schema.field_table import IGNORED, FieldRefusal  # noqa: E402
 from server.schema.messages import MESSAGES  # noqa: E402
 from server.schema.requests import CHAT, COMPLETION, RESPONSES  # noqa: E402
 from server.usage.totals import UsageTotals  # noqa: E402
@@ -41,13 +41,15 @@ NAMES_A_ROW: Final = 16
 def refused_fields() -> str:
     """Return the page of refused fields: those of every route first, then the others of each route, by reason."""
     common = set.intersection(*({(name, row.why) for name, row in refused.items()} for refused in ROUTES.values()))
-    lines = ["# Refused fields", "", NOTE, ""]
+    lines = ["# Refused and ignored fields", "", NOTE, ""]
     lines += ["[What a refusal is, and when it does not apply](../api.md#refused). The error has the same reason.", ""]
     for title, rows in {
         "Every route": common,
         **{route: {(n, r.why) for n, r in refused.items()} - common for route, refused in ROUTES.items()},
     }.items():
         lines += [f"## {title}", "", "| reason | fields |", "| --- | --- |", *by_reason(rows), ""]
+    lines += ["## Ignored", "", "Fields of other servers that change no token:", ""]
+    lines += ["| reason | fields |", "| --- | --- |", *by_reason(IGNORED.items()), ""]
     return "\n".join(lines)
 
 

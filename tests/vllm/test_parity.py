@@ -58,7 +58,7 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
 }
 REFUSED: Final = ("kv_transfer_params", "ec_transfer_params", "use_beam_search")
-"""Fields that the table of docs/architecture/engine_text.md lists as refused, next to those that it does not list."""
+"""Fields of vLLM's page that are refused."""
 CITIES: Final = ("Rome", "São Paulo", "東京", "Oslo", "a\nb", "🙂", "<x>", '"quoted"')
 THOUGHTS: Final = ("", "I look it up.", "Zuerst prüfe ich es.\nDann …", "a < b", "考える")
 
