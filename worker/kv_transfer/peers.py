@@ -1,7 +1,8 @@
 """The client of other workers, for the messages of `worker.contracts.exchange`.
 
 http.client, not aiohttp: a fetch thread reads each record straight into the buffer that it copies to the pool. In the
-event loop, megabytes of blocks would delay the streams.
+event loop, megabytes of blocks would delay the streams. A timeout of the socket counts from each receive, so whoever
+waits for a peer also has a deadline, and interrupts it then.
 
 A hash is a capability: only who has the tenant's salt can compute it. Only workers with the fleet's secret may ask, and
 only their blocks are used: the MAC of each record proves the secret. A request carries a token of the peer's epoch
@@ -11,13 +12,12 @@ only their blocks are used: the MAC of each record proves the secret. A request 
 from __future__ import annotations
 
 import http.client
-import io
 import socket
 import ssl
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Final, TypeVar
+from contextlib import closing, contextmanager, suppress
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from cache.block_record import HEADER_BYTES, RecordFormat
@@ -35,9 +35,7 @@ from worker.contracts.exchange import (
 from worker.wire import CONTENT_TYPE, pack, unpack
 
 _CONNECT_TIMEOUT_S: Final = 1.0  # a machine that has gone must not keep a fetch thread waiting
-_SEND_TIMEOUT_S: Final = 5.0
-_READ_TIMEOUT_S: Final = 5.0
-"""For the head of an answer, and for each record: so a slow peer cannot block the thread."""
+_FETCH_TIMEOUT_S: Final = 5.0  # to send a request for blocks, and for each receive
 
 T = TypeVar("T")
 
@@ -58,9 +56,13 @@ class PeerClient:
     def ask(self, url: str, epoch: str, message: ChainsWanted | Handover, answer_type: type[T], timeout_s: float) -> T:
         """Send a message and return the answer. Raises FetchError, OSError, HTTPException or ValueError."""
         path = "/adopt" if isinstance(message, Handover) else "/chains"
-        with self._posted(url, epoch, path, pack(message)) as answer:
-            answer.begin_within(url, timeout_s)
-            return unpack(answer.read(MAX_CHAINS_BYTES), answer_type)
+        with self._posted(url, epoch, path, pack(message), timeout_s) as peer:
+            timer = threading.Timer(timeout_s, peer.interrupt)
+            timer.start()
+            try:
+                return unpack(peer.answer().read(MAX_CHAINS_BYTES), answer_type)
+            finally:
+                timer.cancel()
 
     @contextmanager
     def fetching(
@@ -69,23 +71,20 @@ class PeerClient:
         """Ask the worker at `url` for these blocks. Raises FetchError, OSError or HTTPException, as `read` does."""
         hashes = b"".join(link.block_hash for link in links[:MAX_BLOCKS])
         wanted = BlocksWanted(epoch, self._record.fingerprint, links[0].parent, links[0].depth, hashes, background)
-        with self._posted(url, epoch, "/blocks", pack(wanted)) as answer:
-            yield PeerStream(url, answer, self._record)
+        with self._posted(url, epoch, "/blocks", pack(wanted), _FETCH_TIMEOUT_S) as peer:
+            yield peer
 
     @contextmanager
-    def _posted(self, url: str, epoch: str, path: str, body: bytes) -> Iterator[_Answer]:
+    def _posted(self, url: str, epoch: str, path: str, body: bytes, timeout_s: float) -> Iterator[PeerStream]:
         headers = {"content-type": CONTENT_TYPE}
         if self._token:
             headers |= {"authorization": f"Bearer {epoch_token(self._token, epoch)}", EPOCH_HEADER: epoch}
-        connection = self._connection(url)
-        try:
+        with closing(self._connection(url)) as connection:
             connection.connect()
-            connection.sock.settimeout(_SEND_TIMEOUT_S)  # for the whole body
+            connection.sock.settimeout(timeout_s)
             connection.request("POST", path, body, headers)
-            with _Answer(connection.sock) as answer:
-                yield answer
-        finally:
-            connection.close()
+            with closing(PeerStream(connection, self._record)) as stream:
+                yield stream
 
     def _connection(self, url: str) -> http.client.HTTPConnection:
         parts = urlsplit(url)
@@ -98,69 +97,30 @@ class PeerClient:
         return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_CONNECT_TIMEOUT_S, context=self._tls)
 
 
-class _TimedSocket(io.RawIOBase):
-    """A socket's bytes until `end_s`, however they come: a timeout of the socket counts from each receive."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self.end_s: float
-        """Set before a read, on the monotonic clock."""
-
-    def makefile(self, *_: Any) -> io.BufferedReader:
-        """Return what `http.client` reads."""
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Raises TimeoutError."""
-        left_s = self.end_s - time.monotonic()
-        if left_s <= 0.0:
-            raise TimeoutError("a peer takes too long")
-        self._sock.settimeout(left_s)
-        return self._sock.recv_into(buffer)
-
-    def interrupt(self) -> None:
-        with suppress(OSError):
-            # Not `SSLSocket.shutdown`, which would wait for the reader.
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-
-
-class _Answer(http.client.HTTPResponse):
-    """An answer of which each part has a deadline."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.timed = _TimedSocket(sock)
-        super().__init__(self.timed, method="POST")  # type: ignore[arg-type]
-
-    def begin_within(self, url: str, timeout_s: float) -> None:
-        """Read the head. Raises FetchError unless the peer agrees."""
-        self.timed.end_s = time.monotonic() + timeout_s
-        self.begin()
-        if self.status != 200:
-            raise FetchError(f"{url} answered {self.status}")
-
-
 class PeerStream:
-    """A `worker.kv_transfer.fetches.BlockReader` over the answer of a peer."""
+    """The answer of a peer. For `/blocks`, it is a `worker.kv_transfer.fetches.BlockReader`."""
 
-    def __init__(self, url: str, answer: _Answer, record: RecordFormat) -> None:
-        self._url = url
-        self._answer = answer
+    def __init__(self, connection: http.client.HTTPConnection, record: RecordFormat) -> None:
+        """The request is sent."""
+        self._connection = connection
+        self._sock: socket.socket = connection.sock
         self._record = record
-        self._has_begun = False
-        self._head = bytearray(FRAME_HEAD_BYTES + HEADER_BYTES)
+        self._answer: http.client.HTTPResponse | None = None
+        self._head = memoryview(bytearray(FRAME_HEAD_BYTES + HEADER_BYTES))
         self._expected = frame_head(record.payload_bytes)
 
+    def answer(self) -> http.client.HTTPResponse:
+        """Return the answer, after its head. Raises FetchError unless the peer agrees, OSError or HTTPException."""
+        if self._answer is None:
+            self._answer = self._connection.getresponse()
+            if self._answer.status != 200:
+                raise FetchError(f"{self._connection.host}:{self._connection.port} answered {self._answer.status}")
+        return self._answer
+
     def read(self, link: ChainLink, payload: memoryview, use: Callable[[memoryview], object]) -> bool:
-        """Read the next record, after the head of the answer. Raises FetchError, OSError or HTTPException."""
-        if not self._has_begun:
-            self._answer.begin_within(self._url, _READ_TIMEOUT_S)
-            self._has_begun = True
-        self._answer.timed.end_s = time.monotonic() + _READ_TIMEOUT_S
-        head = memoryview(self._head)
-        if not self._fill(head) or not self._fill(payload):
+        """Read the next record. Raises FetchError, OSError or HTTPException."""
+        answer, head = self.answer(), self._head
+        if answer.readinto(head) < len(head) or answer.readinto(payload) < len(payload):
             return False
         header = bytes(head[FRAME_HEAD_BYTES:])
         is_exact = head[:FRAME_HEAD_BYTES] == self._expected and self._record.verifies(header, link, payload)
@@ -170,15 +130,9 @@ class PeerStream:
 
     def interrupt(self) -> None:
         """Make a waiting read fail at once. Any thread."""
-        self._answer.timed.interrupt()
+        with suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # not `SSLSocket.shutdown`, which waits for the reader
 
-    def _fill(self, buffer: memoryview) -> bool:
-        """Read until `buffer` is full. False: the stream has ended. Raises TimeoutError, OSError or HTTPException."""
-        num_read = 0
-        while num_read < len(buffer):
-            data = self._answer.read1(len(buffer) - num_read)  # what one receive gives: `readinto` waits for all
-            if not data:
-                return False
-            buffer[num_read : num_read + len(data)] = data
-            num_read += len(data)
-        return True
+    def close(self) -> None:
+        if self._answer is not None:
+            self._answer.close()

@@ -206,6 +206,18 @@ def test_a_fetch_is_late_by_the_blocks_that_it_brings(
     assert begun_s + timeout_s - 1e-6 < fetch.deadline_s < now_s + timeout_s + 1e-6
 
 
+def test_a_deadline_interrupts_a_reader_that_waits(make_fetches) -> None:
+    source = Source()
+    source.gate.clear()
+    source.interrupt = source.gate.set  # type: ignore[attr-defined]
+    fetches = make_fetches(source)
+    assert fetches.start(fetches.sequence(4))
+    assert source.entered.acquire(timeout=HANG_S)
+    fetches.queue.poll(fetches.queue.active[0].deadline_s)
+    assert source.closing.acquire(timeout=HANG_S), "its thread is free"
+    fetches.assert_idle()
+
+
 def test_what_came_before_the_deadline_stays(make_fetches) -> None:
     source = Source()
     source.gate.clear()

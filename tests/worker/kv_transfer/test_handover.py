@@ -245,7 +245,7 @@ async def test_chains_that_are_none_cost_nothing() -> None:
 
 async def test_whoever_stops_waiting_for_an_adoption_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that stops cancels its handlers, while the engine goes on."""
-    monkeypatch.setattr(peers, "_READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(peers, "_FETCH_TIMEOUT_S", 0.5)
     asked, hangs = asyncio.Event(), asyncio.Event()
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
