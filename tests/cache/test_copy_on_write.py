@@ -73,17 +73,3 @@ def test_blocks_that_are_to_be_copied_are_not_reserved() -> None:
     assert allocator.reserve(ROOT, chain) is None
     assert allocator.take_copies()
     assert allocator.reserve(ROOT, chain) is not None
-
-
-@KINDS
-def test_a_chain_of_copies_keeps_its_order(kind: PrefixCache) -> None:
-    allocator = make_allocator(kind, 4, 4)
-    first = prefill(allocator, 2)
-    second = first.fork()
-    assert second.extend(3)
-    third = second.fork()
-    first.free()
-    assert third.extend(3)
-    one, two = allocator.take_copies()
-    assert (one.destination, two.source) == (second.block_table[0], second.block_table[0])
-    assert two.destination == third.block_table[0]

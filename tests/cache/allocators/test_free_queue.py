@@ -8,14 +8,6 @@ from hypothesis import strategies as st
 from cache.allocators.free_queue import FreeQueue
 
 
-def test_queue_starts_in_id_order() -> None:
-    queue = FreeQueue(5)
-    assert list(queue) == [1, 2, 3, 4]
-    assert queue.pop_first(4) == [1, 2, 3, 4]
-    assert list(queue) == []
-    assert len(queue) == 0
-
-
 @given(st.data(), st.integers(2, 12))
 def test_queue_equals_a_list(data: st.DataObject, num_blocks: int) -> None:
     queue, model = FreeQueue(num_blocks), list(range(1, num_blocks))

@@ -303,3 +303,4 @@ async def test_leases_hold_with_a_host_clock_off_by_ten_minutes(
         writer._settings = WriterSettings(timeout_s=HANG_S, lease_s=0.0)
         assert await writer.rewrite([], WorkerLoad())
         await until(lapsed)
+        assert index.members() == [writer.member], "a lapsed member stays known"

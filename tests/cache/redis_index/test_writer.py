@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -40,25 +39,6 @@ async def test_a_worker_asks_which_blocks_others_hold(redis_server: RedisServer)
         assert await first.upkeep.held(others, hashes[:6]) == [False, True, True, True, False, False]
         redis_server.command("FLUSHALL")
         assert await first.upkeep.held(both, hashes[:2]) == [False, False]
-
-
-@pytest.mark.parametrize("damage", ["lost entry", "foreign entry", "set gone"])
-async def test_damaged_set_is_detected(redis_server: RedisServer, damage: str) -> None:
-    hashes = chain(10)
-    writer = IndexWriter(redis_server.url, member(), LASTING)
-    async with linked(writer):
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        key = "{headstart:0}:b:w0:epoch-of-w0:1"
-        command: dict[str, tuple[str | bytes, ...]] = {
-            "lost entry": ("SREM", key, hashes[3][:8]),
-            "foreign entry": ("SADD", key, "12345678"),
-            "set gone": ("DEL", key),
-        }
-        assert redis_server.command(*command[damage]) == b":1\r\n"
-        assert not await writer.publish([SetChange([], [], 10)], WorkerLoad())
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        assert await writer.publish([SetChange([], [], 10)], WorkerLoad())
-        assert redis_server.command("EXISTS", key) == b":0\r\n"
 
 
 @pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
@@ -163,16 +143,6 @@ async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer
         assert len(sent) >= 7
 
 
-async def test_a_late_batch_of_an_old_version_changes_nothing(redis_server: RedisServer) -> None:
-    hashes = chain(10)
-    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
-    async with linked(writer, index):
-        assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
-        assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
-        redis_server.command("SADD", "{headstart:0}:b:w0:epoch-of-w0:1", *entries(hashes))
-        await until(becomes(index, hashes, {"w0": 4}))
-
-
 async def test_sets_that_others_own_are_passed_over(redis_server: RedisServer) -> None:
     """The second attempt is at none of the next keys, and the one after it at the next key again."""
     hashes = chain(10)
@@ -206,31 +176,6 @@ async def test_restarted_worker_is_never_credited_with_old_blocks(redis_server: 
         await until(becomes(index, hashes, {"w0": 0}))
 
 
-async def test_a_cleared_cache_is_a_new_epoch(redis_server: RedisServer) -> None:
-    hashes = chain(10)
-    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
-    async with linked(writer, index):
-        await hold(hashes, index, writer)
-        writer.begin_epoch(member(epoch="e1"))
-        assert await writer.rewrite([], WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 0}))
-        assert redis_server.command("EXISTS", "{headstart:0}:b:w0:epoch-of-w0:1") == b":0\r\n"
-        assert index.members() == [member(epoch="e1")]
-
-
-async def test_a_lease_ends_by_the_clock_of_redis(redis_server: RedisServer) -> None:
-    writer = IndexWriter(redis_server.url, member(), WriterSettings(timeout_s=HANG_S, lease_s=0.15))
-    index = RedisIndex(redis_server.url, EAGER)
-    async with linked(writer, index):
-        assert await writer.rewrite([], WorkerLoad())
-        await until(becomes(index, [], {"w0": 0}))
-        await until(becomes(index, [], {}))
-        assert index.members() == [member()], "a lapsed member stays known"
-        writer._settings = LASTING
-        assert await writer.publish([SetChange([], [], 0)], WorkerLoad())
-        assert await matches(index, []) == {"w0": 0}
-
-
 async def test_retired_worker_disappears_at_once(redis_server: RedisServer) -> None:
     writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
@@ -254,24 +199,6 @@ async def test_replaced_worker_leaves_the_entry_to_its_successor(redis_server: R
         assert redis_server.command("HLEN", "{headstart:0}:members") == b":1\r\n"
         await after.retire()
         assert redis_server.command("HLEN", "{headstart:0}:members") == b":0\r\n"
-
-
-async def test_unrenewed_sets_expire(redis_server: RedisServer) -> None:
-    hashes = chain(3)
-    writer = IndexWriter(redis_server.url, member(), replace(LASTING, set_ttl_s=1000.0))
-
-    def left_ms(key: str) -> int:
-        return int(redis_server.command("PTTL", key)[1:])
-
-    async with linked(writer):
-        assert await writer.rewrite(entries(hashes), WorkerLoad())
-        key = "{headstart:0}:b:w0:epoch-of-w0:1"
-        assert 900_000 < left_ms(key) <= 1_000_000
-        redis_server.command("PEXPIRE", key, "50000")
-        assert await writer.publish([SetChange([], [], 3)], WorkerLoad())
-        assert left_ms(key) > 900_000
-        assert await writer._fill(b"broken off", [("SADD", b"broken off", *entries(hashes))], 500_000)
-        assert 0 < left_ms("broken off") <= 500_000, "a rewrite that does not come to its end leaves nothing for ever"
 
 
 async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) -> None:

@@ -54,19 +54,6 @@ def test_it_is_a_block_store(make_store: MakeStore) -> None:
     assert store.take_events() == []
 
 
-def test_a_block_needs_its_parent(make_store: MakeStore) -> None:
-    store = make_store(3)
-    assert write(store, chain([0, 1])[1]) == [False]
-    assert len(store) == 0
-
-
-def test_a_block_is_kept_once(make_store: MakeStore) -> None:
-    store = make_store(3)
-    links = chain([0, 1])
-    assert write(store, *links, *links) == [True] * 4
-    assert len(store) == len(store.take_events()) == 2
-
-
 def test_a_read_and_a_second_write_are_uses(make_store: MakeStore) -> None:
     store = make_store(3)
     first, second, third, fourth, fifth = (chain([token])[0] for token in range(5))
