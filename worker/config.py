@@ -56,7 +56,9 @@ class WorkerConfig(SharedConfig):
         None, "float32, bfloat16, float16, or auto: the quickest here (default: float32 on a CPU, else bfloat16)"
     )
     weights: str = _model(
-        "auto", "dense; packed: 4 and 8 bit GGUF weights stay so; auto: packed where no result changes (auto)"
+        "auto",
+        "dense; packed: 4 and 8 bit GGUF weights stay so; auto: packed where no result changes (auto)",
+        choices=("auto", "dense", "packed"),
     )
     deterministic: bool = _model(False, "give the same tokens however requests are batched, on a CPU with a compiler")
     max_model_len: int | None = _model(

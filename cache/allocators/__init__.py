@@ -18,8 +18,6 @@ def make_allocator(kind: PrefixCache, num_blocks: int, block_size: int, window_s
 
     `window_size` is for a model with a sliding window, and for `off` only: the window and the longest chunk together.
     """
-    if kind not in PREFIX_CACHES:
-        raise ValueError(f"prefix_cache must be one of {', '.join(PREFIX_CACHES)}, got {kind!r}")
     if window_size is not None and kind != "off":
         raise ValueError(f"window_size needs prefix_cache off: a sliding window drops the heads that {kind} would find")
     if kind == "off":

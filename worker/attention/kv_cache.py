@@ -36,10 +36,6 @@ class KVCache:
     def __init__(
         self, shape: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"num_blocks must be at least 2 (block 0 is never used), got {num_blocks}")
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         pool = (2 * shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)

@@ -65,8 +65,6 @@ class XformersPagedAttention:
     name = "xformers"
 
     def __init__(self, shape: AttentionShape, cache: KVCache) -> None:
-        if reason := unsupported(shape, cache.dtype, cache.block_size):
-            raise ValueError(f"xformers attention: {reason}")
         self._shape = shape
         self._cache = cache
         self._op: Any = _paged_split_k(min(_TILE, cache.block_size))

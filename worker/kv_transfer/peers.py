@@ -1,8 +1,8 @@
 """The client of other workers, for the messages of `worker.contracts.exchange`.
 
 http.client, not aiohttp: a fetch thread reads each record straight into the buffer that it copies to the pool. In the
-event loop, megabytes of blocks would delay the streams. A timeout of the socket counts from each receive, so whoever
-waits for a peer also has a deadline, and interrupts it then.
+event loop, megabytes of blocks would delay the streams. A socket's timeout counts from each receive. So whoever waits
+for a peer also has a deadline, and interrupts it then.
 
 A hash is a capability: only who has the tenant's salt can compute it. Only workers with the fleet's secret may ask, and
 only their blocks are used: the MAC of each record proves the secret. A request carries a token of the peer's epoch

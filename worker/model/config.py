@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 import torch
 
@@ -29,10 +29,6 @@ class LoadOptions:
     """The longest context to serve. None: the model's own."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.weights not in get_args(WeightForm):
-            raise ValueError(f"weights must be one of {', '.join(get_args(WeightForm))}, got {self.weights!r}")
         if self.weights == "packed" and (self.device != "cpu" or self.dtype == "float16"):
             raise ValueError(
                 "weights=packed needs device=cpu and dtype=float32 or bfloat16: only these have its kernels"

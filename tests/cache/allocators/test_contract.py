@@ -24,11 +24,6 @@ def test_a_window_needs_off(kind: str) -> None:
         make_allocator(kind, 10, 4, window_size=8)  # type: ignore[arg-type]
 
 
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="hash, radix, off"):
-        make_allocator("lru", 10, 4)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", PREFIX_CACHES)
 @pytest.mark.parametrize(("num_blocks", "block_size", "field"), [(1, 4, "num_blocks"), (4, 0, "block_size")])
 def test_a_bad_size_is_named(kind: PrefixCache, num_blocks: int, block_size: int, field: str) -> None:

@@ -199,12 +199,6 @@ def test_other_weights_in_the_folder_are_not_read(folder: Path) -> None:
     assert torch.equal(norm, tensors["model.norm.weight"])
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "int8"), ("weights", "squeezed")])
-def test_options_name_their_field(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=field):
-        LoadOptions(**{field: value})
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, (32 << 20) + 4096), st.data())
 def test_a_digest_sees_every_byte(tmp_path_factory: pytest.TempPathFactory, size: int, data: st.DataObject) -> None:

@@ -174,16 +174,6 @@ async def test_a_connection_that_is_killed_in_a_publish_loses_nothing(
         await ends(index, hashes, {"w": (10, 20, 30)})
 
 
-async def test_a_purge_is_a_new_epoch(redis_server: RedisServer) -> None:
-    hashes = chain(4)
-    async with publishing(redis_server) as (publisher, index):
-        publisher.inbox.offer([Stored(block) for block in hashes], WorkerLoad())
-        await matches(index, hashes, 4)
-        publisher.inbox.begin_epoch(member("e1"))
-        publisher.inbox.offer([Stored(hashes[0])], WorkerLoad())
-        await matches(index, hashes, 1, "e1")
-
-
 async def test_flushed_and_killed_servers_are_filled_again(redis_server: RedisServer) -> None:
     hashes = chain(50)
     async with publishing(redis_server) as (publisher, index):

@@ -233,10 +233,3 @@ def test_workers_get_equal_parts_of_a_gpu_in_any_order(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held)
         assert free_memory_bytes(torch.device("cuda:0")) == free
         assert free_memory_bytes(torch.device("cuda:0"), 2) == (40 << 30) - held
-
-
-@pytest.mark.parametrize(("field", "value"), [("num_blocks", 1), ("block_size", 0)])
-def test_a_pool_of_invalid_size_is_refused(field: str, value: int, model: LoadedModel) -> None:
-    sizes = {"num_blocks": 8, "block_size": BLOCK, field: value}
-    with pytest.raises(ValueError, match=field):
-        ModelRunner(model, **sizes, eos_token_ids=())

@@ -10,15 +10,6 @@ from tests.worker.scheduler.engine import HandEngine, generate
 SOLO = {"max_num_batched_tokens": 512, "max_solo_prefill_tokens": 2048}
 
 
-def test_a_short_request_overtakes_a_long_prefill() -> None:
-    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=8)
-    engine.submit(generate([i % 50 for i in range(1000)]))
-    engine.step()
-    short = engine.submit(generate(range(12)))
-    engine.step()
-    assert 0 in engine.answer(short).tokens
-
-
 @pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 2048}, SOLO])
 def test_a_short_prompt_starts_within_two_steps_of_a_long_one(limits: dict[str, int]) -> None:
     """A short prompt gets its first token within two steps of a prefill of 8,000 tokens."""

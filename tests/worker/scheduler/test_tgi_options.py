@@ -80,13 +80,6 @@ def test_a_group_that_may_not_run_evicts_nothing() -> None:
     engine.finish()
 
 
-def test_an_empty_batch_admits_any_number() -> None:
-    engine = HandEngine(waiting_served_ratio=3.0, max_waiting_tokens=1000)
-    request = engine.submit(generate([1], 2))
-    assert engine.step().batch_growth_reason == "idle"
-    assert started(engine, [request]) == 1
-
-
 def test_prefill_tokens_of_a_step_are_limited() -> None:
     engine = HandEngine(num_blocks=400, max_num_batched_tokens=200, max_batch_prefill_tokens=24)
     decoding = engine.submit(generate([1], 50))
