@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from server.auth.authentication import TENANT_HEADER
 from server.router.policies import POLICIES
 from server.text.formats import FORMATS
-from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
+from server.text.formats.reasoning import THOUGHT_FORMATS
 from server.text.output_parser import THOUGHT_FIELDS
 from server.text.template_sandbox import TemplateEnvironment
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
@@ -62,20 +62,6 @@ def _model_kwargs(text: str) -> tuple[str, dict[str, Any]]:
     """Parse `[MODEL=]JSON`. An empty name stands for every model."""
     name, brace, rest = text.partition("{")
     return name.removesuffix("="), json_object(brace + rest)
-
-
-class ReasoningAction(argparse.Action):
-    """`--reasoning [FORMAT]`, and `--no-reasoning` for its opposite."""
-
-    def __init__(self, option_strings: Sequence[str], **arguments: Any) -> None:
-        super().__init__(["--no-reasoning", *option_strings], nargs="?", const=THINK.name, **arguments)
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
-    ) -> None:
-        if flag == "--no-reasoning" and values != self.const:
-            parser.error("argument --no-reasoning: takes no value")
-        setattr(namespace, self.dest, NO_REASONING if flag == "--no-reasoning" else values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +158,7 @@ class GatewayConfig(SharedConfig):
     )
     reasoning: str | None = _api(
         None,
-        f"format of the models' reasoning, without a value {THINK.name}; none or --no-reasoning: it is part of the"
-        " answer (default: by template and tokens)",
-        action=ReasoningAction,
+        "format of the models' reasoning; none: it is part of the answer (default: by template and tokens)",
         choices=(NO_REASONING, *THOUGHT_FORMATS),
     )
     reasoning_field_name: str | None = _api(

@@ -251,7 +251,7 @@ def option_schema(each: Field[Any]) -> Schema:
     kind, action = arguments.get("type"), arguments.get("action")
     meaning = {"description": arguments["help"]}
     if "choices" in arguments:
-        return meaning | {"enum": [*arguments["choices"], *([True] if callable(action) else [])]}
+        return meaning | {"enum": list(arguments["choices"])}
     if action in ("store_true", "store_false"):
         return meaning | {"type": ["boolean", "null"]}
     if action in ("extend", "append"):

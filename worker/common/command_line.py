@@ -140,7 +140,7 @@ def _is_list(action: argparse.Action) -> bool:
 
 def _words(flag: str, action: argparse.Action, value: object) -> list[str]:
     """Return a value as words of a command line. Raises ValueError."""
-    if action.nargs == 0 or (action.nargs == "?" and value is True):
+    if action.nargs == 0:
         if (wanted := _BOOLEANS.get(str(value).lower())) is None:
             raise ValueError(f"must be true or false, got {value!r}")
         return [flag] if wanted else []

@@ -400,15 +400,7 @@ async def test_the_options_name_formats() -> None:
     assert (message["reasoning_content"], message["tool_calls"][0]["function"]["name"]) == ("hm", "now")
 
 
-@pytest.mark.parametrize(
-    ("line", "reasoning"),
-    [([], None), (["--reasoning"], "think"), (["--reasoning", "mistral"], "mistral"), (["--no-reasoning"], "none")],
-)
-def test_the_option_of_reasoning(line: list[str], reasoning: str | None) -> None:
-    assert parse(["--workers", "http://127.0.0.1:9", *line]).reasoning == reasoning
-
-
-@pytest.mark.parametrize("line", [["--reasoning", "other"], ["--no-reasoning", "mistral"], ["--tool-parser", "other"]])
+@pytest.mark.parametrize("line", [["--reasoning", "other"], ["--tool-parser", "other"]])
 def test_an_unknown_format_is_refused_by_name(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--workers", "http://127.0.0.1:9", *line])
