@@ -1,8 +1,7 @@
-"""A client's JSON Schema for a grammar: references become pointers, and what the compiler lacks is named.
+"""A client's JSON Schema for a grammar: what the compiler lacks is named, and taken out where it would refuse it.
 
-The compiler itself ignores most of these keywords, but refuses some and misreads others. It reads relative references
-against the wrong schema. With `strict: true` such a keyword is refused, but for the limits of a float's type. Otherwise
-it is left to the model, and named in a header of the answer.
+The compiler ignores most of these keywords, but refuses some and misreads others. With `strict: true` such a keyword is
+refused, but for the limits of a float's type. Otherwise it is left to the model, and named in a header of the answer.
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ from typing import Any, Final
 from server.event_loop import TimeSlice
 from server.schema.decoding import invalid
 from server.schema.patterns import FORMAT_PATTERNS, enforceable_pattern
-from server.schema.schema_references import ASIDE, Node, References
-from worker.common.json_schema import Path, is_countable, pointer
+from server.schema.schema_references import Node, References
+from worker.common.json_schema import Path, is_countable
 
 _IGNORED: Final[dict[str, tuple[Any, ...]]] = {
+    "$dynamicRef": (),
+    "$recursiveRef": (),
     "contains": (),
     "dependencies": ({},),
     "dependentRequired": ({},),
@@ -31,9 +32,6 @@ _IGNORED: Final[dict[str, tuple[Any, ...]]] = {
     "uniqueItems": (False,),
 }
 """Keywords that the compiler ignores, with the values that have no effect or are enforced in another way."""
-_LOCAL: Final = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "id"})
-"""Keywords for the reading of references. They are dropped, as all references become pointers."""
-_REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 _MAX_BOUND: Final = 10**16  # the compiler writes no range of larger floats
 _FLOAT_LIMITS: Final = (3.4028234663852886e38, 1.7976931348623157e308)
 """Largest numbers of 32 and 64 bits. zod writes them as bounds of the type."""
@@ -49,39 +47,37 @@ class GrammarSchema:
     """The fields that are left to the model."""
 
 
-async def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> GrammarSchema:
-    """Return a schema for a grammar that has it at a path, in slices. `param` names the client's field.
+async def grammar_schema(given: Node, param: str, *, strict: bool, name: str = "format") -> GrammarSchema:
+    """Return a schema for a grammar, in slices. `param` names the client's field.
 
-    Raises InvalidRequestError with `strict` for an unenforced keyword.
+    `name`: its references point into it within a larger schema, in which no other has this name. Raises
+    InvalidRequestError with `strict` for an unenforced keyword.
     """
     schema: Node = json.loads(json.dumps(given))
     schema["x-guidance"] = {"lenient": True}  # the compiler ignores what is named here
-    references, time_slice = References(schema), TimeSlice()
-    nodes = await references.add((), schema)
-    links: list[tuple[Node, str]] = []
-    relaxed: list[str] = []
+    schema["$id"] = base = f"http://schema/{name}/"
+    references, time_slice, relaxed = References(), TimeSlice(), list[str]()
+
+    def relax(path: Path, node: Node, keyword: str) -> None:
+        field = _field_name(param, (*path, keyword))
+        if strict and not _is_float_limit(node[keyword]):
+            raise invalid(field, "cannot be enforced by a grammar: leave it out, or leave strict out")
+        relaxed.append(field)
+        if keyword not in _IGNORED and keyword != "oneOf":  # which the compiler takes as anyOf
+            del node[keyword]
+
+    nodes = await references.add((), schema, base)
     for path, node in nodes:  # which grows
         for keyword in _unenforced(node, references):
-            field = _field_name(param, (*path, keyword))
-            if strict and not _is_float_limit(node[keyword]):
-                why = "cannot be enforced by a grammar: leave it out, or leave strict out"
-                raise invalid(field, why)
-            relaxed.append(field)
-            if keyword not in _IGNORED and keyword != "oneOf":  # which the compiler takes as anyOf
-                node[ASIDE + keyword] = node.pop(keyword)
-        for keyword in _REFERENCES:
-            if isinstance(reference := node.get(keyword), str) and (target := references.find(node, reference)):
-                links.append((node, keyword))
-                nodes += await references.add(*target)
+            relax(path, node, keyword)
+        node.pop("$schema", None)
+        if (target := references.target(node)) is not None:
+            nodes += await references.add(*target)
         await time_slice.rest()
-    for node, keyword in links:
-        target = references.find(node, node.pop(keyword))
-        assert target is not None
-        node["$ref"] = pointer((*at, *target[0]))
+    for path, node in nodes:
+        if isinstance(node.get("$ref"), str) and references.target(node) is None:
+            relax(path, node, "$ref")
         await time_slice.rest()
-    for _, node in nodes:
-        for keyword in _LOCAL & node.keys():
-            del node[keyword]
     return GrammarSchema(schema, tuple(relaxed))
 
 
@@ -120,10 +116,6 @@ def _unenforced(node: Node, references: References) -> Iterator[str]:
     yield from _unenforced_numbers(node)
     if isinstance(options := node.get("oneOf"), list) and not _are_disjoint(node, options, references):
         yield "oneOf"
-    for keyword in _REFERENCES:
-        is_second = keyword != "$ref" and "$ref" in node
-        if isinstance(reference := node.get(keyword), str) and (is_second or not references.find(node, reference)):
-            yield keyword
 
 
 def _unenforced_counts(node: Node) -> Iterator[str]:
@@ -131,9 +123,7 @@ def _unenforced_counts(node: Node) -> Iterator[str]:
     if node.get("minProperties") == 0:
         del node["minProperties"]
     counts = [keyword for keyword in ("minProperties", "maxProperties") if keyword in node]
-    properties = node.get("properties", {})
-    is_open = isinstance(properties, dict) and not (properties.keys() <= _required(node))
-    if is_open or node.get("patternProperties"):
+    if not (_properties(node).keys() <= _required(node)) or node.get("patternProperties"):
         yield from counts
 
 
@@ -164,7 +154,7 @@ def _are_disjoint(node: Node, options: list[Any], references: References) -> boo
         return True
     groups: dict[frozenset[str], list[Node]] = {}
     for option in options:
-        kind = references.resolve(node, option)
+        kind = references.resolve(option)
         groups.setdefault(frozenset(_types(kind)), []).append(kind)
     if len(groups) > 1 and (frozenset() in groups or not _share_nothing(groups)):
         return False
@@ -173,28 +163,25 @@ def _are_disjoint(node: Node, options: list[Any], references: References) -> boo
 
 def _have_own_values(options: list[Node], references: References) -> bool:
     """Return whether the values of the options, or of a property that all require, share nothing."""
-    values = [_values(option) for option in options]
-    if None not in values:
-        return _share_nothing([each for each in values if each is not None])
+    if _share_nothing(list(map(_values, options))):
+        return True
     if any(_types(option) != {"object"} for option in options):
         return False
-    for name in frozenset.intersection(*map(_required, options)):
-        value_sets = []
-        for option in options:
-            properties = option.get("properties")
-            if not isinstance(properties, dict) or name not in properties:
-                break
-            if (found := _values(references.resolve(option, properties[name]))) is None:
-                break
-            value_sets.append(found)
-        else:
-            if _share_nothing(value_sets):
-                return True
-    return False
+    return any(
+        _share_nothing([_values(references.resolve(_properties(option).get(name))) for option in options])
+        for name in frozenset.intersection(*map(_required, options))
+    )
 
 
-def _share_nothing(sets: Collection[frozenset[str]]) -> bool:
-    return sum(map(len, sets)) == len(frozenset().union(*sets))
+def _share_nothing(sets: Collection[frozenset[str] | None]) -> bool:
+    """Return whether no two sets have a common member; False if one is not known."""
+    known = [each for each in sets if each is not None]
+    return len(known) == len(sets) and sum(map(len, known)) == len(frozenset().union(*known))
+
+
+def _properties(node: Node) -> Node:
+    given = node.get("properties")
+    return given if isinstance(given, dict) else {}
 
 
 def _required(node: Node) -> frozenset[str]:

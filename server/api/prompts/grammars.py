@@ -1,6 +1,6 @@
 """The grammars of answers: a format, a list of calls, or either of both.
 
-A tool's schema becomes a definition of a larger schema, and its references point there.
+A tool's schema becomes a definition of a larger schema, and its references point into it.
 """
 
 from __future__ import annotations
@@ -106,15 +106,11 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRule
 
 
 async def _forms(tools: Sequence[FunctionDefinition], intent: ChatIntent, model: ServedModel) -> GrammarTools:
-    """Check the tools' schemas. Each becomes a definition under its tool's name, unless it is all of the grammar.
-
-    Raises InvalidRequestError.
-    """
-    is_whole = intent.named_tool is not None and model.forced_format is None
+    """Check the tools' schemas. Each becomes a definition under its tool's name. Raises InvalidRequestError."""
     definitions, relaxed = dict[str, Any](), list[str]()
     for tool in tools:
-        param, at = f"tools[{tool.name}].{intent.names.tool_schema}", () if is_whole else ("$defs", tool.name)
-        checked = await grammar_schema(tool.arguments_schema, param, strict=bool(tool.strict), at=at)
+        param = f"tools[{tool.name}].{intent.names.tool_schema}"
+        checked = await grammar_schema(tool.arguments_schema, param, strict=bool(tool.strict), name=tool.name)
         definitions[tool.name] = checked.schema
         relaxed += checked.relaxed
     parameters = {tool.name: tool.arguments_schema for tool in tools}

@@ -38,8 +38,8 @@ RELAXED = frozenset({"zod_numbers"})
 FORMATS = FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
 
 
-def placed(schema: Any, *, strict: bool = False, at: tuple[str, ...] = ()) -> GrammarSchema:
-    return run_now(grammar_schema(schema, "p", strict=strict, at=at).__await__())
+def placed(schema: Any, *, strict: bool = False, name: str = "format") -> GrammarSchema:
+    return run_now(grammar_schema(schema, "p", strict=strict, name=name).__await__())
 
 
 def language(held: GrammarSchema) -> Any:
@@ -201,7 +201,7 @@ def rooted(draw: st.DrawFn) -> dict[str, Any]:
 def check_same_language(schema: dict[str, Any], seeds: range) -> None:
     plain = language(placed(schema))
     other = {"type": "object", "properties": {"A": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "string"}}}
-    never = placed(other, at=("$defs", "other", "properties", "never")).schema
+    never = placed(other, name="never").schema
     calls = {
         "type": "array",
         "items": {"anyOf": [{"$ref": "#/$defs/other"}, {"$ref": "#/$defs/tool"}]},
@@ -212,7 +212,7 @@ def check_same_language(schema: dict[str, Any], seeds: range) -> None:
                 "additionalProperties": False,
                 "properties": {"never": never},
             },
-            "tool": placed(schema, at=("$defs", "tool")).schema,
+            "tool": placed(schema, name="tool").schema,
         },
     }
     inside = matcher(Grammar("json_schema", dumps(calls)))
