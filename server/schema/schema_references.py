@@ -11,7 +11,7 @@ from worker.common.json_schema import Path, children
 
 Node = dict[str, Any]
 _ID: Final = re.compile(r"(?:https?://[A-Za-z0-9.-]+/)?(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)
-"""The identifiers that references may have. Another one becomes one of our own."""
+"""The identifiers that references may have. Any other is replaced."""
 
 
 class References:
