@@ -300,7 +300,7 @@ class Worker:
         self._stop.set()
 
     def _report(self, progress: str) -> None:
-        self._service.set_progress(progress)
+        self._service.progress = progress
         _say(progress)
 
 

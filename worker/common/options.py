@@ -111,10 +111,6 @@ class SharedConfig:
         if self.worker_tls_name is not None and self.worker_ca is None:
             raise ValueError("--worker-tls-name needs --worker-ca: whose certificates are checked for that name?")
 
-    def redis_password(self) -> str | None:
-        """Read --redis-password-file; None stands for the URL's own. Raises ValueError."""
-        return None if (file := self.redis_password_file) is None else read_text("--redis-password-file", file)
-
     def cluster_secret(self) -> bytes:
         """Read --cluster-secret-file, else the environment; empty: there is none. Raises ValueError."""
         if self.cluster_secret_file is not None:
@@ -123,11 +119,12 @@ class SharedConfig:
 
     def index_settings(self, kind: type[_Settings]) -> _Settings:
         """Return how to read or write the shared index. Raises ValueError for a file that cannot be read."""
+        file = self.redis_password_file
         return kind(
             prefix=self.redis_prefix,
             num_shards=self.redis_shards,
             username=self.redis_username,
-            password=self.redis_password(),
+            password=None if file is None else read_text("--redis-password-file", file),
             cluster_secret=self.cluster_secret(),
         )
 

@@ -68,11 +68,6 @@ class OfferedChain(Struct, frozen=True):
     def num_blocks(self) -> int:
         return len(self.hashes) // HASH_BYTES
 
-    @property
-    def tip(self) -> BlockHash:
-        """The last block, with which a worker has the whole chain."""
-        return BlockHash(self.hashes[-HASH_BYTES:])
-
     def block_hashes(self) -> list[BlockHash]:
         return split_hashes(self.hashes)
 

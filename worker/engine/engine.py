@@ -247,27 +247,20 @@ class EngineCore:
     def debug_state(self) -> Future[dict[str, Any]]:
         return self.mailbox.call(lambda: debug_state(self._scheduler))
 
-    def health(self, max_step_s: float) -> str | None:
-        """Return what is wrong with the engine, or None."""
+    async def liveness(self) -> str | None:
         if self._dead is not None:
             return f"the engine died: {self._dead}"
         if not self._thread.is_alive():
             return "the engine is not running"
-        if (elapsed_s := self.watchdog.running_s()) > max_step_s:
-            return f"a step has been running for {elapsed_s:.0f} s"
-        return None
-
-    async def liveness(self) -> str | None:
-        problem = self.health(self._max_step_s)
-        if problem is None and self.watchdog.idle_s > PROBE_AFTER_IDLE_S:
+        if self.watchdog.idle_s > PROBE_AFTER_IDLE_S:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
                     await asyncio.wrap_future(self.probe())
-            except TimeoutError:  # a slow step, or one that hangs: `health` reports that after `max_step_s`
+            except TimeoutError:  # a slow step, or one that hangs: that ends the process after `max_step_s`
                 logger.warning("a probe of the idle engine had no answer within %.0f s", PROBE_TIMEOUT_S)
             except Exception as error:
-                problem = str(error)
-        return problem
+                return str(error)
+        return None
 
     # --- on the engine thread -----------------------------------------------------------------------------------
 

@@ -39,11 +39,6 @@ class StepWatchdog:
         """Seconds since the last proof; 0 within a step."""
         return 0.0 if self.started_s is not None else time.monotonic() - self._proved_s
 
-    def running_s(self) -> float:
-        """Seconds since the running step was launched; 0 between steps."""
-        started_s = self.started_s
-        return 0.0 if started_s is None else time.monotonic() - started_s
-
 
 async def exit_on_hang(mailbox: Mailbox, watchdog: StepWatchdog, max_s: float, tick_s: float = 1.0) -> None:
     """End the process when the engine thread hangs: it cannot be ended by itself, and its clients wait.

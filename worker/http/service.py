@@ -39,7 +39,8 @@ class WorkerService:
         """The open requests whose prefill has not begun."""
         self.draining = False
         self.index_problem = index_problem
-        self._progress = "starting"
+        self.progress = "starting"
+        """The progress that refusals name while the model loads. Any thread may set it."""
         self._tracing = tracing
         self._engine: Engine | None = None
         self._streams: dict[RequestKey, Stream] = {}
@@ -67,10 +68,6 @@ class WorkerService:
 
         return EngineSinks(deliver, lambda error: call_soon(die), publisher)
 
-    def set_progress(self, progress: str) -> None:
-        """Set the progress that refusals name while the model loads. Any thread may call."""
-        self._progress = progress
-
     def start(self, engine: Engine) -> None:
         """Start the engine, which has the sinks of this service, and take requests."""
         self._engine = engine
@@ -82,7 +79,7 @@ class WorkerService:
     def engine(self) -> Engine:
         """The engine. Raises RefusedError while the model loads."""
         if self._engine is None:
-            raise RefusedError(Failed("not_ready", f"the worker is {self._progress}", retryable=True))
+            raise RefusedError(Failed("not_ready", f"the worker is {self.progress}", retryable=True))
         return self._engine
 
     @property
@@ -157,7 +154,7 @@ class WorkerService:
     async def readiness(self) -> str | None:
         """Return why no request should come, or None."""
         if self._engine is None:
-            return self._progress
+            return self.progress
         return "draining" if self.draining else self._engine.not_ready_reason or await self._engine.liveness()
 
     def _check(self, request: GenerateRequest, *, is_valid: bool = False) -> None:

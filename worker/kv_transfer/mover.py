@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Final
 
 from msgspec.structs import replace
@@ -142,33 +142,20 @@ async def hand_over(
     free_blocks = [int(ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
     chains = await exchange.latest_chains(exchange.num_blocks if any(free_blocks) else 0)
     num_unused = sum(max(0, peer.load.num_blocks - peer.num_entries) for peer in peers)
-    max_blocks = most_offered(exchange.num_blocks, num_unused)
-    chains = unique_first(chains, await held(peers, [chain.tip for chain in chains]), max_blocks)
+    # Where peers must evict blocks, only the more recently used half of the pool is worth it.
+    room = _Room(max(num_unused, exchange.num_blocks // 2))
+    are_held = await held(peers, [chain.block_hashes()[-1] for chain in chains])
+    for chain, _ in sorted(zip(chains, are_held, strict=True), key=itemgetter(1)):
+        room.add(chain)  # one that is too long leaves the room to others
     shares = [
         (peer.member, Handover(member.url, member.epoch, member.layout, offered))
-        for peer, offered in zip(peers, share_out(chains, free_blocks), strict=True)
+        for peer, offered in zip(peers, share_out(room.chains, free_blocks), strict=True)
         if offered
     ]
     offers = (exchange.ask(peer.url, peer.epoch, offer, dict[str, int], HANDOVER_S) for peer, offer in shares)
     num_blocks = sum((answer or {}).get("adopted_blocks", 0) for answer in await asyncio.gather(*offers))
     logger.info("handed %d blocks to %d peers", num_blocks, len(shares))
     return num_blocks
-
-
-def most_offered(num_blocks: int, num_unused: int) -> int:
-    """Return how many of a pool's `num_blocks` to offer to peers with `num_unused` blocks that hold nothing.
-
-    If peers must evict blocks, only the more recently used half is worth it.
-    """
-    return max(num_unused, num_blocks // 2)
-
-
-def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], max_blocks: int) -> list[OfferedChain]:
-    """Return chains of at most `max_blocks` distinct blocks in all, those `held` elsewhere last."""
-    room = _Room(max_blocks)
-    for chain, _ in sorted(zip(chains, held, strict=True), key=lambda pair: pair[1]):
-        room.add(chain)  # one that is too long leaves the room to others
-    return room.chains
 
 
 def share_out(chains: Sequence[OfferedChain], max_blocks: Sequence[int]) -> list[tuple[OfferedChain, ...]]:

@@ -110,7 +110,7 @@ def test_commands_run_while_the_device_computes_a_step(overlapping: ThreadedEngi
     )
     assert waiting.result(HANG_S) == [20 // BLOCK_SIZE]  # taken in, and hashed
     assert overlapping.allocator.num_free_blocks == NUM_BLOCKS - 1 - 3  # the step still writes them
-    assert overlapping.engine.health(0.0) is not None
+    assert overlapping.engine.watchdog.started_s is not None
     overlapping.runner.gate.set()
     assert overlapping.wait(other).tokens[0] == answer(range(20, 40), 100, 5)
     overlapping.settle()
