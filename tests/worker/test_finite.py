@@ -306,23 +306,6 @@ def alone(models: dict[str, LoadedModel]) -> Callable[[int], dict[int, list[int]
     return tokens
 
 
-def check(models: dict[str, LoadedModel], alone: Any, prefix_cache: PrefixCache, mix: BrokenMix) -> None:
-    engine, faulty = make_engine(
-        models["float32"],
-        num_blocks=mix.num_blocks,
-        prefix_cache=prefix_cache,
-        stream=LateStream() if mix.async_scheduling else None,
-        async_scheduling=mix.async_scheduling,
-        max_num_batched_tokens=mix.num_tokens,
-        max_num_seqs=8,
-    )
-    num_failed = run(engine, mix, alone, faulty)
-    assert num_failed == 0 or faulty.num_struck > 0
-    assert_finite(engine)
-    faulty.faults = []
-    assert run(engine, mix, alone, faulty) == 0
-
-
 def run(engine: HandEngine, mix: BrokenMix, alone: Any, faulty: FaultyAttention) -> int:
     """Return how many have failed, and check that the others are right."""
     if faulty.num_steps == 0:
@@ -352,19 +335,26 @@ def _struck(first: int, position: int, num_steps: int) -> Callable[[int, int], b
 
 
 @pytest.mark.parametrize("prefix_cache", PREFIX_CACHES)
-@settings(max_examples=6, deadline=None)
-@given(mix=broken_mixes)
+@pytest.mark.parametrize("num_mixes", [6, pytest.param(1000, marks=pytest.mark.deep)])
 def test_any_faults_leave_answers_right_or_failed(
-    models: dict[str, LoadedModel], alone: Any, prefix_cache: PrefixCache, mix: BrokenMix
+    models: dict[str, LoadedModel], alone: Any, prefix_cache: PrefixCache, num_mixes: int
 ) -> None:
-    check(models, alone, prefix_cache, mix)
+    @settings(max_examples=num_mixes, deadline=None)
+    @given(mix=broken_mixes)
+    def check(mix: BrokenMix) -> None:
+        engine, faulty = make_engine(
+            models["float32"],
+            num_blocks=mix.num_blocks,
+            prefix_cache=prefix_cache,
+            stream=LateStream() if mix.async_scheduling else None,
+            async_scheduling=mix.async_scheduling,
+            max_num_batched_tokens=mix.num_tokens,
+            max_num_seqs=8,
+        )
+        num_failed = run(engine, mix, alone, faulty)
+        assert num_failed == 0 or faulty.num_struck > 0
+        assert_finite(engine)
+        faulty.faults = []
+        assert run(engine, mix, alone, faulty) == 0
 
-
-@pytest.mark.deep
-@pytest.mark.parametrize("prefix_cache", PREFIX_CACHES)
-@settings(max_examples=1000, deadline=None)
-@given(mix=broken_mixes)
-def test_any_faults_leave_answers_right_or_failed_deep(
-    models: dict[str, LoadedModel], alone: Any, prefix_cache: PrefixCache, mix: BrokenMix
-) -> None:
-    check(models, alone, prefix_cache, mix)
+    check()

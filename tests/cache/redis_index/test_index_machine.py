@@ -257,24 +257,16 @@ def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_backoff")
-def test_the_redis_index_equals_the_model(redis_server: RedisServer) -> None:
+@pytest.mark.parametrize(("num_runs", "num_steps"), [(8, 15), pytest.param(300, 40, marks=pytest.mark.deep)])
+def test_the_redis_index_equals_the_model(redis_server: RedisServer, num_runs: int, num_steps: int) -> None:
     machine = type("Machine", (IndexMachine,), {"server": redis_server})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=8, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
-
-
-@pytest.mark.deep
-@pytest.mark.usefixtures("no_backoff")
-def test_the_redis_index_equals_the_model_for_long(redis_server: RedisServer) -> None:
-    machine = type("Machine", (IndexMachine,), {"server": redis_server})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=num_runs,
+            stateful_step_count=num_steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 

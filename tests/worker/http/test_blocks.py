@@ -41,6 +41,8 @@ HANDOVER: dict[str, Any] = {
     "layout": RECORD.fingerprint,
     "chains": [CHAIN],
 }
+CHAINS_WANTED: dict[str, Any] = {"epoch": "e1", "layout": RECORD.fingerprint, "max_blocks": 10}
+SENT = {"/blocks": WANTED, "/chains": CHAINS_WANTED, "/adopt": HANDOVER}
 
 
 async def post(worker: LiveWorker, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
@@ -48,46 +50,39 @@ async def post(worker: LiveWorker, path: str, body: bytes, **headers: str) -> tu
         return response.status, await response.read()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"hashes": b"x" * 15},
-        {"hashes": b"x" * 17},
-        {"hashes": b"x" * (16 * (1 << 16) + 16)},
-        {"hashes": "x" * 16},
-        {"parent": b"x" * 15},
-        {"parent": b""},
-        {"depth": -1},
-        {"depth": 1 << 31},
-        {"depth": 1 << 63},
-        {"depth": 0.5},
-        {"epoch": None},
-        {"layout": 1},
-    ],
-)
-async def test_blocks_wanted_that_no_worker_sends(change: dict[str, Any]) -> None:
+async def test_messages_that_no_worker_sends() -> None:
+    unsent: list[tuple[str, dict[str, Any]]] = [
+        ("/blocks", {"hashes": b"x" * 15}),
+        ("/blocks", {"hashes": b"x" * 17}),
+        ("/blocks", {"hashes": b"x" * (16 * (1 << 16) + 16)}),
+        ("/blocks", {"hashes": "x" * 16}),
+        ("/blocks", {"parent": b"x" * 15}),
+        ("/blocks", {"parent": b""}),
+        ("/blocks", {"depth": -1}),
+        ("/blocks", {"depth": 1 << 31}),
+        ("/blocks", {"depth": 1 << 63}),
+        ("/blocks", {"depth": 0.5}),
+        ("/blocks", {"epoch": None}),
+        ("/blocks", {"layout": 1}),
+        ("/chains", {"max_blocks": -1}),
+        ("/chains", {"max_blocks": 1 << 17}),
+        ("/adopt", {"chains": [CHAIN | {"hashes": b"x" * 15}]}),
+        ("/adopt", {"chains": [CHAIN | {"hashes": b"x" * 33}]}),
+        ("/adopt", {"chains": [CHAIN | {"root": b"x" * 17}]}),
+        ("/adopt", {"chains": [CHAIN] * (MAX_CHAINS + 1)}),
+        ("/adopt", {"chains": {}}),
+        ("/adopt", {"url": None}),
+    ]
     async with moving_worker() as worker:
-        status, _ = await post(worker, "/blocks", msgpack.packb(WANTED | change))
-        assert status == 400
+        for path, change in unsent:
+            status, _ = await post(worker, path, msgpack.packb(SENT[path] | change))
+            assert status == 400, (path, change)
+        for path in ("/blocks", "/chains"):
+            for change in ({"epoch": "e0"}, {"layout": "other"}):
+                status, _ = await post(worker, path, msgpack.packb(SENT[path] | change))
+                assert status == 409, (path, change)
         status, body = await post(worker, "/blocks", msgpack.packb(WANTED))
         assert (status, len(body)) == (200, 8 * (5 + RECORD.record_bytes))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"chains": [CHAIN | {"hashes": b"x" * 15}]},
-        {"chains": [CHAIN | {"hashes": b"x" * 33}]},
-        {"chains": [CHAIN | {"root": b"x" * 17}]},
-        {"chains": [CHAIN] * (MAX_CHAINS + 1)},
-        {"chains": {}},
-        {"url": None},
-    ],
-)
-async def test_hand_overs_that_no_worker_sends(change: dict[str, Any]) -> None:
-    async with moving_worker() as worker:
-        status, _ = await post(worker, "/adopt", msgpack.packb(HANDOVER | change))
-        assert status == 400
 
 
 @pytest.mark.parametrize("path", ["/blocks", "/chains", "/adopt"])

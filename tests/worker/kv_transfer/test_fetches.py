@@ -325,20 +325,6 @@ def test_two_sequences_with_a_common_prefix_fetch_it_once(make_fetches) -> None:
     fetches.assert_idle()
 
 
-def test_tokens_of_anothers_fetch_are_not_its_own(make_fetches) -> None:
-    source = Source(num_held=4)
-    source.gate.clear()
-    fetches = make_fetches(source)
-    one, other = fetches.sequence(5, 1), fetches.sequence(5, 2)
-    assert fetches.start(one)
-    assert fetches.start(other)
-    source.gate.set()
-    assert fetches.run(one) == 4
-    assert not fetches.start(other), "its last block is nowhere"
-    assert fetches.fetched_tokens(one) == {"s0": 4 * BLOCK_SIZE}
-    assert fetches.fetched_tokens(other) is None
-
-
 def test_what_may_reuse_nothing_waits_for_no_fetch(make_fetches) -> None:
     source = Source()
     source.gate.clear()

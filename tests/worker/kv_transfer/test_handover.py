@@ -215,15 +215,6 @@ async def test_a_worker_adopts_the_chains_of_another() -> None:
         assert peer.scheduler.allocator.num_free_blocks == peer.scheduler.allocator.num_blocks - 1
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://x", "", "http://127.0.0.1:99999"])
-async def test_an_offer_that_no_worker_makes_costs_nothing(url: str) -> None:
-    async with moving_worker() as peer:
-        await asyncio.wrap_future(peer.engine.purge())
-        assert await adopt(peer, url, OfferedChain(ROOT, b"".join(HASHES))) == 0
-        await peer.settled()
-        assert peer.scheduler.allocator.num_free_blocks == peer.scheduler.allocator.num_blocks - 1
-
-
 async def test_chains_that_are_none_cost_nothing() -> None:
     """No hashes, the same one twice, more than the pool holds, a chain under another root."""
     async with moving_worker() as leaver, moving_worker() as peer:
@@ -263,7 +254,7 @@ async def test_whoever_stops_waiting_for_an_adoption_harms_nothing(monkeypatch: 
         adopted.cancel()
         await until(lambda: exchange.fetches.active == [])
         await peer.settled()
-        assert peer.engine.health(60.0) is None
+        assert await peer.engine.liveness() is None
 
 
 async def test_a_purge_ends_a_hand_over_to_the_purged_worker() -> None:

@@ -115,17 +115,14 @@ def run_mix(mix) -> int:
         return sum(sum((request.fetched_tokens or {}).values()) for _, _, request, _ in live)
 
 
-@settings(max_examples=80, deadline=None)
-@given(mix=mixes)
-def test_any_mix_gives_the_tokens_of_each_alone(mix) -> None:
-    run_mix(mix)
+@pytest.mark.parametrize("num_mixes", [80, pytest.param(3_000, marks=pytest.mark.deep)])
+def test_any_mix_gives_the_tokens_of_each_alone(num_mixes: int) -> None:
+    @settings(max_examples=num_mixes, deadline=None)
+    @given(mix=mixes)
+    def check(mix) -> None:
+        run_mix(mix)
 
-
-@pytest.mark.deep
-@settings(max_examples=3_000, deadline=None)
-@given(mix=mixes)
-def test_any_mix_gives_the_tokens_of_each_alone_at_length(mix) -> None:
-    run_mix(mix)
+    check()
 
 
 @pytest.mark.parametrize(("place", "purges"), [("host", set()), ("disk", set()), ("peer", set()), ("peer", {82})])

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,14 +161,6 @@ async def test_a_worker_starts_with_the_blocks_of_another() -> None:
         assert joiner.scheduler.allocator.num_free_blocks == joiner.scheduler.allocator.num_blocks - 1
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://x", "", "http://127.0.0.1:99999"])
-async def test_a_peer_that_is_not_there_costs_nothing(url: str) -> None:
-    async with moving_worker() as joiner:
-        exchange = joiner.engine.exchange
-        assert isinstance(exchange, KVTransfers)
-        assert (await warm_start(MEMBER, exchange, [entry("peer", url)], 5.0)).total() == 0
-
-
 async def test_a_peer_that_hangs_does_not_stop_the_others() -> None:
     asked, hangs = asyncio.Event(), asyncio.Event()
 
@@ -187,14 +178,6 @@ async def test_a_peer_that_hangs_does_not_stop_the_others() -> None:
             num_blocks += (await warm_start(MEMBER, exchange, entries, 5.0)).total()
         assert num_blocks == 8
         assert asked.is_set()
-
-
-@pytest.mark.parametrize("change", [{"epoch": "e0"}, {"layout": "other"}, {"max_blocks": -1}, {"max_blocks": 1 << 17}])
-async def test_questions_that_no_peer_asks(change: dict[str, Any]) -> None:
-    async with moving_worker() as peer:
-        wanted = {"epoch": "e1", "layout": RECORD.fingerprint, "max_blocks": 10} | change
-        async with peer.http.post(f"{peer.url}/chains", data=msgpack.packb(wanted)) as answer:
-            assert answer.status == (409 if "epoch" in change or "layout" in change else 400)
 
 
 async def test_an_answer_has_whole_chains_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,6 @@ from tests.worker.scheduler.engine import HandEngine, generate
 from worker.wire import End
 
 
-def test_a_prompt_and_its_answer() -> None:
-    engine = HandEngine()
-    request = engine.submit(generate(range(10), max_tokens=5))
-    engine.finish()
-    got = engine.answer(request)
-    assert got.tokens[0] == answer(range(10), 100, 5)
-    assert got.finished[0].reason == "length"
-    assert isinstance(got.last, End)
-    assert len(engine.runner.steps) == 5
-
-
 def test_the_seconds_of_an_answer() -> None:
     engine = HandEngine()
     request = engine.submit(generate(range(10), max_tokens=5))
