@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from server.text.detokenizer import BYTE_ALPHABET
-from server.text.long_words import Windows, long_words
+from server.text.long_words import long_words, merged
 from tests.server.text.test_pretoken_cache import LAYOUTS, layout_of
 
 UNITS = [
@@ -120,13 +120,9 @@ def _windows(name: str, composes: bool, num_chars: int) -> Any:
     return long_words(*tokenizer_of(name, composes=composes), num_chars)
 
 
-@pytest.mark.parametrize("composes", [False, True])
-@settings(max_examples=100, deadline=None)
-@given(word=st.sampled_from(["a", "the", "=", " ", "中", "q\u0323\u0307"]), times=st.integers(200, 900))
-def test_a_longer_word_is_encoded_in_parts_of_its_text(composes: bool, word: str, times: int) -> None:
-    tokenizer, _ = tokenizer_of("llama3", composes=composes)
-    text = word * times
-    pieces = list(Windows(tokenizer, composes=composes, num_chars=64, max_word_chars=128).ids(text, 0, len(text)))
-    parts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in pieces]
-    assert "".join(parts) == tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids)
-    assert max(map(len, parts)) <= 128
+@settings(max_examples=150, deadline=None)
+@given(word=st.text("abcdehinorst=-", min_size=1, max_size=600), size=st.integers(100, 300))
+def test_a_word_is_merged_as_the_library_merges_it(word: str, size: int) -> None:
+    tokenizer, _ = tokenizer_of("gpt2", composes=False)
+    expected = [token.id for token in tokenizer.model.tokenize(word)]
+    assert list(chain.from_iterable(merged(tokenizer.model, word.encode(), size))) == expected
