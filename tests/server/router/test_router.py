@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,9 +106,9 @@ async def test_a_burst_spreads_over_workers_that_share_their_steps(three: Fleets
     assert [(worker["wait_s"], worker["num_displaced"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
 
 
-async def serve(fleets: Fleets, seconds: float) -> str:
+async def serve(fleets: Fleets, seconds: float, num_blocks: int = 40) -> str:
     """One request from beginning to end; who had it."""
-    placement = await fleets.place(chain(40))
+    placement = await fleets.place(chain(num_blocks))
     fleets.router.started(placement, 0)
     fleets.clock.now_s += seconds
     fleets.router.first_token(placement)
@@ -162,6 +164,24 @@ async def test_a_worker_measured_as_slow_is_tried_again(three: Fleets) -> None:
 
     assert "a" not in await who(10), "the others are idle, and twenty times as fast"
     assert "a" in await who(300)
+
+
+@pytest.mark.parametrize("percent", [0, 3, 8])
+@pytest.mark.parametrize("num_workers", [2, 3])
+async def test_rates_some_percent_apart_share_cold_prompts(num_workers: int, percent: int) -> None:
+    """Two equal engines measure as far apart. The one that looked faster got each prompt of an idle fleet."""
+    fleets, rng, served = Fleets(), random.Random(percent), Counter[str]()
+    names = "abc"[:num_workers]
+    for name in names:
+        fleets.index.register(member(name))
+    for _ in range(100 * num_workers):
+        for at, name in enumerate(names):
+            rate = RATE * (1.0 - 0.01 * percent * at - 0.001 * rng.random())
+            report = WorkerLoad(prefill_tokens_per_s=rate, prefill_fixed_s=0.05)
+            fleets.index.memory.publish(WorkerId(name), load=report)
+        served[await serve(fleets, 60.0, num_blocks=rng.randrange(30, 300))] += 1
+    assert min(served[name] for name in names) >= 80, served
+    assert max(served.values()) <= 120, served
 
 
 @pytest.mark.parametrize("rate", [5e-324, 1e-306, 1e12])
