@@ -26,6 +26,11 @@ ADDED: Final = {
     "benchmarks/RESULTS.md": "project/RESULTS.md",
 }
 """Pages outside docs/, and where they are in the site. README.md takes the place of docs/README.md."""
+LISTS: Final = {
+    *("project/CHANGELOG.md", "project/RESULTS.md", "kubernetes/values.md", "kubernetes/all_metrics.md"),
+    "api/refused.md",
+}
+"""Long lists, which the search shows after the pages that explain."""
 PLACES: Final = {page: source for source, page in ADDED.items()}
 LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 CODE: Final = re.compile(r"<pre>(.*?)</pre>", re.DOTALL)
@@ -43,6 +48,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.file.src_uri in LISTS:
+        page.meta["search"] = {"boost": 0.1}
     return with_links(markdown, page.file.src_uri, {file.src_uri for file in files})
 
 
