@@ -6,14 +6,13 @@ Without torch: adapters, which load no model, name it as a worker does.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -147,8 +146,8 @@ def _digest(path: Path, status: FileStatus) -> str:
     last_change_s = max(status.mtime_ns, status.ctime_ns) / 1e9
     if status.size >= MIN_KEPT_BYTES:
         logger.info("%s digested in %.1f s: %d bytes", path, time.time() - begun_s, status.size)
-        if begun_s - last_change_s > SETTLED_S:
-            _keep(path, status, content)
+    if begun_s - last_change_s > SETTLED_S:
+        _keep(path, status, content)
     return content
 
 
@@ -162,44 +161,37 @@ def _digest_piece(descriptor: int, start: int) -> bytes:
     return digest.digest()
 
 
-def _kept_file(folder: Path, path: Path) -> Path:
-    return folder / f"digest-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+def _kept_file(path: Path, status: FileStatus) -> Path | None:
+    """Return where the digest of a file with this status is kept. None: it is not."""
+    if status.size < MIN_KEPT_BYTES or (folder := cache_folder()) is None:
+        return None
+    return folder / f"digest-{hashlib.sha256(repr((path.resolve(), status)).encode()).hexdigest()[:32]}"
 
 
 def _kept(path: Path, status: FileStatus) -> str | None:
-    """Return the kept digest. None: there is none, it is of other bytes, damaged, or another user wrote it."""
-    if status.size < MIN_KEPT_BYTES or (folder := cache_folder()) is None:
-        return None
-    kept = _kept_file(folder, path)
-    try:
-        with open(os.open(kept, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            found, text = os.fstat(file.fileno()), file.read(4096)
-        is_private = found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode) and not found.st_mode & 0o022
-        record = json.loads(text)
-        content = record["content"]
-        if not is_private or record != _record(path, status, content):
-            return None
-        os.utime(kept)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return str(content)
+    """Return the kept digest. None: there is none, or it is damaged."""
+    if (kept := _kept_file(path, status)) is not None:
+        with suppress(OSError, ValueError):
+            text = kept.read_text()
+            if text == _record(kept, content := text[:64]):
+                os.utime(kept)
+                return content
+    return None
 
 
-def _record(path: Path, status: FileStatus, content: str) -> dict[str, object]:
+def _record(kept: Path, content: str) -> str:
     """Return what is written. The check detects damage: only the user can write to the folder."""
-    fields = [str(path.resolve()), status.device, status.inode, status.size, status.mtime_ns, status.ctime_ns, content]
-    return {"file": fields, "content": content, "check": hashlib.sha256(repr(fields).encode()).hexdigest()}
+    return f"{content} {hashlib.sha256(f'{kept.name} {content}'.encode()).hexdigest()}"
 
 
 def _keep(path: Path, status: FileStatus, content: str) -> None:
     """Write the digest. The file appears whole or not at all; starts at once write the same."""
-    if (folder := cache_folder()) is None:
+    if (kept := _kept_file(path, status)) is None:
         return
     try:
-        delete_unused(folder, "digest-*")
-        with tempfile.NamedTemporaryFile("w", dir=folder, prefix="digest-", suffix=".new", delete=False) as file:
-            temporary = Path(file.name)
-            json.dump(_record(path, status, content), file)
-        temporary.replace(_kept_file(folder, path))
+        delete_unused(kept.parent, "digest-*")
+        with tempfile.NamedTemporaryFile("w", dir=kept.parent, prefix="digest-", suffix=".new", delete=False) as file:
+            file.write(_record(kept, content))
+        Path(file.name).replace(kept)
     except OSError as error:
         logger.info("the digest of %s is not kept, so the next start makes it again: %s", path, error)
