@@ -219,6 +219,8 @@ class Allocation:
         """Return the pool positions (block id * block size + offset) of tokens start..stop-1, stop <= capacity."""
         assert 0 <= start <= stop <= self.capacity, f"slots {start}..{stop} of {self.capacity}"
         block_ids, size = self._block_ids, self._block_size
+        if stop - start == 1:  # a decode
+            return [block_ids[start // size % len(block_ids)] * size + start % size]
         slots: list[int] = []
         while start < stop:
             block, offset = divmod(start, size)
@@ -236,7 +238,10 @@ class Allocation:
         A shared block that would be written is replaced by a copy (see `Allocator.take_copies`).
         """
         assert not self._is_free, "extended after it was freed"
-        block_ids, allocator, refs = self._block_ids, self._allocator, self._allocator._refs
+        block_ids, allocator, refs, size = self._block_ids, self._allocator, self._allocator._refs, self._block_size
+        first = self._num_computed // size
+        if first < len(block_ids) and num_tokens <= (first + 1) * size and refs[block_ids[first]] == 1:  # most decodes
+            return True
         shared = [index for index in self._written_next(num_tokens) if refs[block_ids[index]] > 1]
         num_new = max(0, allocator.num_blocks_for(num_tokens) - len(block_ids))
         if not shared and not num_new:
@@ -246,7 +251,7 @@ class Allocation:
             return False
         for index, own in zip(shared, taken, strict=False):
             source, block_ids[index] = block_ids[index], own
-            if index * self._block_size < self._num_computed:
+            if index * size < self._num_computed:
                 allocator._owed_copies.append(BlockCopy(source, own))
             allocator._release((source,))
         block_ids.extend(taken[len(shared) :])
@@ -262,8 +267,10 @@ class Allocation:
             f"{num_computed} tokens committed after {self._num_computed}, "
             f"of {len(token_ids)} in blocks for {self.capacity}"
         )
+        num_full, num_before = num_computed // self._block_size, self._num_computed // self._block_size
         self._num_computed = num_computed
-        self._commit_blocks(token_ids, num_computed // self._block_size)
+        if num_full > num_before:
+            self._commit_blocks(token_ids, num_full)
 
     def fork(self) -> Self:
         """Return another sequence with the same computed tokens, sharing every block. Never fails: it takes no block.

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from msgspec import Struct
 from torch import Tensor
 
 DECODE_ROWS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -60,8 +61,7 @@ class AttentionShape:
         return self.windows[layer] if self.windows else None
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Struct, frozen=True, gc=False):
     """Consecutive tokens of one sequence. Each query sees all tokens of the sequence up to itself."""
 
     start: int

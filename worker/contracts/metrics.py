@@ -112,11 +112,12 @@ class WorkerMetrics:
         num_tokens = num_skipped = 0
         for _, frame in outputs:
             match frame:
+                case Tokens():
+                    num_tokens += (num_new := len(frame.token_ids))
+                    if num_new > 1:
+                        num_skipped += num_new - 1
                 case EngineText():
                     pass
-                case Tokens():
-                    num_tokens += len(frame.token_ids)
-                    num_skipped += max(0, len(frame.token_ids) - 1)
                 case Finished():
                     self.successes.labels(frame.reason).inc()
                 case End() if frame.prefill_s or frame.decode_s:  # it had a first token

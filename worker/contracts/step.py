@@ -10,10 +10,12 @@ before that, while its first tokens exist only on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, Literal, NewType, NoReturn, Protocol, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Struct
 
 from cache.allocators.base import BlockCopy
 from cache.types import BlockId
@@ -31,8 +33,7 @@ class SamplerCache:
     value: object | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(Struct, frozen=True, gc=False):
     """One token to sample from a sequence's last logits, at index `position` of the sequence.
 
     The result is a function of (logits, params, seed, position, the token ids so far).
@@ -45,9 +46,9 @@ class SamplingRow:
     output_ids: Sequence[int]
     allowed: object | None = None
     """A bit mask over the vocabulary from the choice's grammar (int32 words), or None."""
-    request_cache: SamplerCache = field(default_factory=SamplerCache)
+    request_cache: SamplerCache = msgspec.field(default_factory=SamplerCache)
     """The same for every row of a request, like params and prompt_ids."""
-    choice_cache: SamplerCache = field(default_factory=SamplerCache)
+    choice_cache: SamplerCache = msgspec.field(default_factory=SamplerCache)
     """The same for every row of a choice, whose output_ids only grow."""
     draft_ids: Sequence[int] = ()
     """Guesses of the tokens after `output_ids`: this row samples as if they were right."""
@@ -64,8 +65,7 @@ class SamplingRow:
         return (*self.output_ids[-num_before:], *self.draft_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
+class SequenceStep(Struct, frozen=True, gc=False):
     """One sequence's part of a step."""
 
     token_ids: Sequence[int]
@@ -124,20 +124,18 @@ class Step:
         return reached
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(Struct, frozen=True, gc=False):
     """A token that the sampler has chosen."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceResult:
+class SequenceResult(Struct, frozen=True, gc=False):
     """The result for one sequence of the step; `sampled` matches `sampling_rows`."""
 
     sampled: tuple[SampledToken, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=())
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     hidden: np.ndarray | None = None
     """(hidden_size,) float64"""
 

@@ -53,14 +53,16 @@ class Reporter:
 
     def measure(self, plan: StepPlan, duration_s: float, now_s: float) -> None:
         """Take the duration of a step that ended at `now_s`. Steps that mostly decode do not measure prefill."""
-        if 2 * plan.num_prefill_tokens > plan.num_tokens:
+        if plan.num_prefill_tokens and 2 * plan.num_prefill_tokens > plan.num_tokens:
             self.rate.add(plan.num_tokens, duration_s, now_s)
 
     def report_if_due(self) -> None:
-        """Report if the pool has changed, or the last report is REPORT_INTERVAL_S old."""
+        """Report the load if the last report is REPORT_INTERVAL_S old, and the changes of the pool at once."""
         events = self._scheduler.allocator.take_events()
-        if events or time.monotonic() - self._reported_s >= REPORT_INTERVAL_S:
+        if time.monotonic() - self._reported_s >= REPORT_INTERVAL_S:
             self._report(events)
+        elif events:
+            self._offer(events)
 
     def report(self) -> None:
         """Report events and load at once."""
@@ -82,6 +84,9 @@ class Reporter:
             sum(len(sequence.choices) * sequence.request.max_total_tokens for sequence in self._scheduler.running)
         )
         self._metrics.queued_tokens.set(sum(sequence.num_pending for sequence in self._scheduler.waiting))
+        self._offer(events)
+
+    def _offer(self, events: Sequence[BlockEvent]) -> None:
         if self._publisher is not None:
             self._publisher.offer(events, self.load)
         if self._transfers is not None:

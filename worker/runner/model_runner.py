@@ -7,11 +7,12 @@ collect:  wait -> check -> one result per sequence                              
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Final
 
 import torch
@@ -26,7 +27,7 @@ from worker.model.load import LoadedModel
 from worker.runner.graphs import RecordableAttention, StepGraphs, cuda_recorder, rerun
 from worker.sampling.rules import TokenRules
 from worker.sampling.sampler import LogprobRows, SamplerOutput, sample, token_logprobs
-from worker.wire import SamplingParams
+from worker.wire import SamplingParams, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class ModelRunner:
         """Run the model, and sample. `token_ids` (sequences,), if given, replace those of the decodes in `step`."""
         if not step.sequences:
             stopwatch.mark()
-            return _StepOutput(step, (), None, (), None, None)
+            return _StepOutput(step, (), None, {}, None, None)
         replayed = None if self._graphs is None else self._graphs.hidden(step.sequences, token_ids)
         if replayed is not None:
             order = list(map(Row, range(len(step.sequences))))
@@ -120,16 +121,20 @@ class ModelRunner:
             if token_ids is not None:
                 batch.token_ids.copy_(token_ids[to_device(order, torch.int64, self._device)])
             hidden, slots = self._decoder.forward(batch, self._attention), batch.slots
-        ends = list(accumulate(len(sequence.token_ids) for sequence in sequences))
+        ends = list(accumulate([len(sequence.token_ids) for sequence in sequences]))
         logits = self._logits(sequences, ends, hidden)
         stopwatch.mark()
-        rows = [row for sequence in sequences for row in sequence.sampling_rows]
+        rows = list(chain.from_iterable([sequence.sampling_rows for sequence in sequences]))
         sampled = None if logits is None else sample(logits, rows, self._eos_token_ids)
         return _StepOutput(
             step=step,
             order=order,
             sampled=sampled,
-            prompt_logprobs=[self._prompt_logprobs(*each, hidden) for each in zip(sequences, ends, strict=True)],
+            prompt_logprobs={
+                index: self._prompt_logprobs(sequence, ends[index], hidden)
+                for index, sequence in enumerate(sequences)
+                if sequence.num_prompt_logprobs is not None
+            },
             extremes=to_host(self.cache.find_extremes(slots)),
             pooled=_pooled(sequences, ends, hidden),
         )
@@ -149,9 +154,7 @@ class ModelRunner:
         return logits
 
     def _prompt_logprobs(self, sequence: SequenceStep, end: int, hidden: Tensor) -> list[LogprobRows]:
-        num_top, next_ids = sequence.num_prompt_logprobs, sequence.next_token_ids
-        if num_top is None:
-            return []
+        num_top, next_ids = sequence.num_prompt_logprobs or 0, sequence.next_token_ids
         first = end - len(sequence.token_ids)
         found = []
         for start in range(0, len(next_ids), _LOGPROB_ROWS):
@@ -195,21 +198,21 @@ def _pooled(sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tens
 
 def attention_order(sequences: Sequence[SequenceStep]) -> list[Row]:
     """Return the order of `worker.attention.base`: decodes first, by context length, then chunks."""
-
-    def sort_key(row: Row) -> tuple[bool, int]:
-        is_chunk = len(sequences[row].token_ids) > 1
-        return is_chunk, 0 if is_chunk else sequences[row].start
-
-    return sorted(map(Row, range(len(sequences))), key=sort_key)
+    starts = [math.inf if len(sequence.token_ids) > 1 else sequence.start for sequence in sequences]
+    return sorted(map(Row, range(len(sequences))), key=starts.__getitem__)
 
 
 def build_batch(
     sequences: Sequence[SequenceStep], attention: Attention, device: torch.device, block_size: int
 ) -> ForwardBatch:
     """Concatenate the tokens of sequences, which are in order."""
-    token_ids = [token_id for part in sequences for token_id in part.token_ids]
-    positions = [position for part in sequences for position in range(part.start, part.start + len(part.token_ids))]
-    slots = [slot for part in sequences for slot in part.slots]
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for part in sequences:
+        token_ids += part.token_ids
+        positions += range(part.start, part.start + len(part.token_ids))
+        slots += part.slots
     tensors = to_device((token_ids, positions, slots), torch.int64, device)
     plan = attention.plan([_span(part, block_size) for part in sequences])
     return ForwardBatch(tensors[0], tensors[1], tensors[2], plan)
@@ -236,7 +239,8 @@ class _StepOutput:
     order: Sequence[Row]
     """The row in the step of each sequence of the batch."""
     sampled: SamplerOutput | None
-    prompt_logprobs: Sequence[Sequence[LogprobRows]]
+    prompt_logprobs: Mapping[int, Sequence[LogprobRows]]
+    """By the place in the batch."""
     extremes: Tensor | None
     """The lowest and highest of the written keys and values."""
     pooled: Tensor | None
@@ -253,22 +257,23 @@ class _StepOutput:
     def results(self) -> list[SequenceResult]:
         """Read the tensors. Raises NoTokenLeft and NonFinite."""
         tokens = [] if self.sampled is None else self.sampled.tokens()
-        if self.sampled is not None:
+        if self.sampled is not None and not all(bool(best.isfinite().all()) for best in self.sampled.best_logits):
             self.sampled.check(self._reached_logit_rows(tokens))
         if self.extremes is not None and not bool(self.extremes.isfinite().all()):
             raise NonFinite("keys or values of the step are not finite")
         if self.pooled is not None and not bool(self.pooled.isfinite().all()):
             raise NonFinite("the hidden states of the step are not finite")
-        left, pooled = iter(tokens), iter(() if self.pooled is None else self.pooled.numpy())
+        pooled = iter(() if self.pooled is None else self.pooled.numpy())
         results = [SequenceResult()] * len(self.step.sequences)
-        for row, logprobs in zip(self.order, self.prompt_logprobs, strict=True):
-            sequence = self.step.sequences[row]
-            for part in logprobs:
+        num_read = 0
+        for index, row in enumerate(self.order):
+            sequence, prompt_logprobs = self.step.sequences[row], list[TokenLogprobs]()
+            for part in self.prompt_logprobs.get(index, ()):
                 part.check()
-            sampled = tuple(next(left) for _ in sequence.sampling_rows)
-            prompt_logprobs = tuple(token for part in logprobs for token in part.rows())
+                prompt_logprobs += part.rows()
+            sampled = tuple(tokens[num_read : (num_read := num_read + len(sequence.sampling_rows))])
             hidden = None if sequence.hidden is None else next(pooled)
-            results[row] = SequenceResult(sampled, prompt_logprobs, hidden)
+            results[row] = SequenceResult(sampled, tuple(prompt_logprobs), hidden)
         return results
 
     def _first_logit_rows(self) -> dict[Row, int]:

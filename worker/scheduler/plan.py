@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
+
+from msgspec import Struct
 
 from cache.allocators.base import BlockCopy
 from worker.contracts.step import Row, SampledToken, SamplingRow, SequenceStep, Step
 from worker.scheduler.request import Request, RequestChoice, TokenSequence
 
 
-@dataclass(slots=True, eq=False)
-class PlannedChunk:
+class PlannedChunk(Struct, eq=False):
     """Tokens start..stop-1 of a sequence."""
 
     sequence: TokenSequence
@@ -41,21 +43,21 @@ class PlannedChunk:
         pairs = zip(self.draft_ids, tokens, strict=False)
         return next((n for n, (draft_id, token) in enumerate(pairs) if token.token_id != draft_id), len(self.draft_ids))
 
-    def sequence_steps(self) -> list[SequenceStep]:
-        """Return the runner's view: the chunk, and a decode for each draft token.
+    def add_steps(self, steps: list[SequenceStep]) -> None:
+        """Add the runner's view: the chunk, and a decode for each draft token.
 
         A chunk that reaches the sequence's end samples a token for every choice. Drafts that the grammar refuses
         are dropped.
         """
-        step = self._sequence_step()
+        steps.append(self._sequence_step())
         if not self.draft_ids:
-            return [step]
+            return
         (choice,), drafts = self.sampled_choices, self.draft_ids
         masks: Sequence[object] = [None] * (1 + len(drafts))
         if choice.constraint is not None:
             masks = choice.constraint.allowed_along(drafts)
             self.draft_ids = drafts = drafts[: len(masks) - 1]
-        return [step, *(self._draft_step(choice, index, masks[index]) for index in range(1, self.num_rows))]
+        steps += (self._draft_step(choice, index, masks[index]) for index in range(1, self.num_rows))
 
     def _draft_step(self, choice: RequestChoice, index: int, allowed: object) -> SequenceStep:
         """Return the decode of draft token `index - 1`, which may be wrong."""
@@ -78,15 +80,16 @@ class PlannedChunk:
         self.sampled_choices = tuple(sequence.choices) if at_end else ()
         num_prompt_logprobs, next_token_ids = self._prompt_logprobs()
         is_async = self.stop > len(sequence.token_ids)
+        rows = [
+            self._sampling_row(choice, None if choice.constraint is None else choice.constraint.allowed())
+            for choice in self.sampled_choices
+        ]
         return SequenceStep(
             token_ids=(0,) if is_async else sequence.token_ids[self.start : self.stop],
             start=self.start,
             block_table=sequence.allocation.block_table,
             slots=sequence.allocation.slots(self.start, self.stop),
-            sampling_rows=tuple(
-                self._sampling_row(choice, None if choice.constraint is None else choice.constraint.allowed())
-                for choice in self.sampled_choices
-            ),
+            sampling_rows=tuple(rows),
             num_prompt_logprobs=num_prompt_logprobs,
             next_token_ids=next_token_ids,
             follows=self.follows if is_async else None,
@@ -129,9 +132,9 @@ class PlannedChunk:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class StepPlan:
-    """One step: a chunk for each of its sequences."""
+    """One step: a chunk for each of its sequences. Its counts are read when the plan is complete."""
 
     chunks: dict[TokenSequence, PlannedChunk] = field(default_factory=dict)
     copies: list[BlockCopy] = field(default_factory=list)
@@ -144,17 +147,17 @@ class StepPlan:
     num_yielded: int = 0
     """Running choices that yielded to another tenant."""
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks.values())
+        return sum([chunk.stop - chunk.start for chunk in self.chunks.values()])
 
-    @property
+    @cached_property
     def num_prefill_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks.values() if chunk.is_prefill)
+        return sum([chunk.stop - chunk.start for chunk in self.chunks.values() if chunk.is_prefill])
 
-    @property
+    @cached_property
     def num_decodes(self) -> int:
-        return sum(not chunk.is_prefill for chunk in self.chunks.values())
+        return len(self.chunks) - sum([chunk.is_prefill for chunk in self.chunks.values()])
 
     @property
     def num_decode_rows(self) -> int:
@@ -171,7 +174,10 @@ class StepPlan:
             chunk.stop += num_tokens
 
     def step(self) -> Step:
-        return Step([step for chunk in self.chunks.values() for step in chunk.sequence_steps()], self.copies)
+        steps: list[SequenceStep] = []
+        for chunk in self.chunks.values():
+            chunk.add_steps(steps)
+        return Step(steps, self.copies)
 
     def by_request(self) -> list[StepPlan]:
         """Return one plan per request, of the sequences that still hold blocks, without drafts."""

@@ -36,7 +36,6 @@ from worker.wire import (
     SamplingParams,
     Started,
     TokenLogprobs,
-    Tokens,
 )
 
 
@@ -77,11 +76,6 @@ class RequestChoice:
         if self.constraint is not None:
             self.constraint.advance(token.token_id)
         self.output_ids.append(token.token_id)
-
-    def frame(self, tokens: Sequence[SampledToken]) -> Tokens:
-        """Return the frame for the gateway."""
-        logprobs = tuple(token.logprobs for token in tokens if token.logprobs is not None)
-        return Tokens(self.index, tuple(token.token_id for token in tokens), logprobs or None)
 
     def finish(self, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
         self.finished = reason
@@ -174,10 +168,9 @@ class Request:
         return End(started_s - self.arrival_s, self.first_token_s - started_s, now_s - self.first_token_s)
 
     def add_prompt_logprobs(self, found: Sequence[TokenLogprobs]) -> list[PromptLogprobs]:
-        """Add those of a step, if asked for. Return the frames with all of them, once, when they are complete."""
+        """Add those of a step, where asked for. Return the frames with all of them, once, when they are complete."""
         logprobs = self.prompt_logprobs
-        if logprobs is None:
-            return []
+        assert logprobs is not None
         logprobs += found
         if len(logprobs) < len(self.prompt_ids) - 1:
             return []
@@ -240,7 +233,7 @@ class TokenSequence:
 
     @property
     def is_prefilling(self) -> bool:
-        return self.num_pending > 1 or not self.choices[0].output_ids
+        return len(self.token_ids) - self.num_computed > 1 or not self.choices[0].output_ids
 
     @property
     def is_fetching(self) -> bool:

@@ -32,7 +32,7 @@ from worker.scheduler.request import (
     split_into_sequences,
 )
 from worker.scheduler.speculation import Speculation
-from worker.wire import Failed, FinishReason, Started
+from worker.wire import Failed, FinishReason, Started, TokenLogprobs, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +153,8 @@ class Scheduler:
                 continue
             if sequence.is_prefilling:
                 prefills.append(sequence)
-            elif self._make_room(sequence, sequence.num_computed + 1, plan):
-                plan.add_tokens(sequence, 1)
+            elif self._make_room(sequence, (start := sequence.num_computed) + 1, plan):
+                plan.chunks[sequence] = PlannedChunk(sequence, start, start + 1, False)
         counts = {"num_decodes": len(plan.chunks), "num_prefills": len(prefills) + len(self.waiting)}
         budget = PrefillBudget.for_step(self.limits, **counts)
         admitted = self._schedule_prefills(plan, budget, prefills)
@@ -278,24 +278,30 @@ class Scheduler:
         sequence, request = chunk.sequence, chunk.sequence.request
         if sequence.allocation is None:  # failed while an earlier sequence of the request was updated
             return []
-        self._fair_share.charge(sequence.tenant, chunk.num_tokens, len(chunk.sampled_choices))
+        stop, num_sampled, num_known = chunk.stop, len(chunk.sampled_choices), len(sequence.token_ids)
+        self._fair_share.charge(sequence.tenant, stop - chunk.start, num_sampled)
         # In an async plan, a chunk reaches beyond the end of a sequence that has stopped.
-        sequence.num_computed = min(chunk.stop, len(sequence.token_ids))
+        sequence.num_computed = stop if stop < num_known else num_known
         sequence.allocation.commit(sequence.token_ids, sequence.num_computed)
         if sequence in self._finished_in_flight:
             if not self._is_in_flight(sequence):
                 self._finished_in_flight.remove(sequence)
                 sequence.release()
             return []
-        outputs = [EngineOutput(request.key, frame) for frame in request.add_prompt_logprobs(result.prompt_logprobs)]
+        outputs: list[EngineOutput] = []
+        if request.prompt_logprobs is not None:
+            frames = request.add_prompt_logprobs(result.prompt_logprobs)
+            outputs += [EngineOutput(request.key, frame) for frame in frames]
         if result.hidden is not None:
             sequence.add_hidden(result.hidden)
-        if chunk.stop == len(sequence.token_ids):
+        if stop == num_known:
             if request.first_token_s is None:
                 request.first_token_s = now_s
             if chunk.draft_ids:
                 outputs += self._append_accepted(chunk, [*result.sampled, *(r.sampled[0] for r in drafted)])
-            elif chunk.sampled_choices:
+            elif num_sampled == 1:
+                outputs += self._append(sequence, result.sampled)
+            elif num_sampled:
                 outputs += self._append_tokens(sequence, chunk.sampled_choices, result.sampled)
             else:  # max_tokens is 0
                 if (embedding := sequence.embedding()) is not None:
@@ -330,7 +336,8 @@ class Scheduler:
     def _append(self, sequence: TokenSequence, tokens: Sequence[SampledToken]) -> list[EngineOutput]:
         """Give a sequence tokens for its only choice, until it ends. The KV of all but the last is written."""
         request, choice = sequence.request, sequence.choices[0]
-        appended: list[SampledToken] = []
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         end = None
         for token in tokens:
             try:
@@ -342,14 +349,16 @@ class Scheduler:
                 return self.fail(request, failed_by(error))
             sequence.token_ids.append(token.token_id)
             self._may_replan = True
-            appended.append(token)
+            token_ids.append(token.token_id)
+            if token.logprobs is not None:
+                logprobs.append(token.logprobs)
             if (end := request.finish_reason(choice, self._eos_token_ids)) is not None:
                 break
-        if len(appended) > 1:
+        if len(token_ids) > 1:
             assert sequence.allocation is not None
-            sequence.num_computed += len(appended) - 1
+            sequence.num_computed += len(token_ids) - 1
             sequence.allocation.commit(sequence.token_ids, sequence.num_computed)
-        outputs = [EngineOutput(request.key, choice.frame(appended))]
+        outputs = [EngineOutput(request.key, Tokens(choice.index, tuple(token_ids), tuple(logprobs) or None))]
         if end is not None:
             outputs.append(self._finish_choice(request, choice, *end))
         return outputs
@@ -387,6 +396,6 @@ class Scheduler:
         return True
 
     def _end_if_finished(self, request: Request, now_s: float) -> list[EngineOutput]:
-        if any(choice.finished is None for choice in request.choices) or not self._forget(request):
+        if request.sequences or not self._forget(request):
             return []
         return [EngineOutput(request.key, request.end(now_s))]

@@ -228,7 +228,8 @@ def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: Threade
     assert replay(threaded.publisher.events) == set(cached_hashes(threaded.allocator))
 
 
-def test_the_load_has_queued_prefill_per_gateway(threaded: ThreadedEngine) -> None:
+def test_the_load_has_queued_prefill_per_gateway(threaded: ThreadedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engine.reporter.REPORT_INTERVAL_S", 0.0)
     threaded.runner.gate.clear()
     threaded.submit(0, generate([1] * 100, 2, gateway_id="a"))
     assert threaded.runner.entered.acquire(timeout=HANG_S)
@@ -247,8 +248,9 @@ def test_the_load_has_queued_prefill_per_gateway(threaded: ThreadedEngine) -> No
     assert loads[-1].num_free_blocks == loads[-1].num_blocks - 1
 
 
-def test_an_idle_engine_has_reported_no_load(threaded: ThreadedEngine) -> None:
+def test_an_idle_engine_has_reported_no_load(threaded: ThreadedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It then waits for commands and reports nothing."""
+    monkeypatch.setattr("worker.engine.reporter.REPORT_INTERVAL_S", 0.0)
     threaded.wait(threaded.submit(0, generate(range(8), 2)))  # its last step fills no block: that is no news
     assert any(load.num_running for load in threaded.publisher.loads)
     wait_until(lambda: not threaded.publisher.loads[-1].num_running)
