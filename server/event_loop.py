@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 SLICE_S: Final = 0.005  # other requests wait this long for one that is prepared
 SAMPLE_S: Final = 0.01  # thousands in a minute show its p99
+BUSY_WINDOW_S: Final = 1.0  # a few long requests do not make a thread busy
+MAX_STREAM_INTERVAL: Final = 8  # at 20 ms a token, text comes six times a second
 RESTART_PAUSE_S: Final = 1.0  # a task that always fails takes little time of the loop
 COLLECTED_BYTES: Final = 256 << 20
 """A collection takes some milliseconds; these bytes take a second to arrive and be read."""
@@ -113,6 +115,23 @@ async def keep_running(
                 log.exception("task %s failed and starts again in %g s", name, pause_s)
                 last = reason
         await asyncio.sleep(pause_s)
+
+
+class StreamInterval:
+    """The tokens for which a stream is worth an event: more, the more of its time this thread computes."""
+
+    def __init__(self) -> None:
+        self._marked_s, self._computed_s = time.monotonic(), time.thread_time()
+        self._num_tokens = 1
+
+    def num_tokens(self) -> int:
+        """Return 1 for a thread that rests half of the time, and MAX_STREAM_INTERVAL for one that hardly rests."""
+        now_s, computed_s = time.monotonic(), time.thread_time()
+        if (elapsed_s := now_s - self._marked_s) >= BUSY_WINDOW_S:
+            resting = max(1 / MAX_STREAM_INTERVAL, 1 - (computed_s - self._computed_s) / elapsed_s)
+            self._num_tokens = int(1 / resting)
+            self._marked_s, self._computed_s = now_s, computed_s
+        return self._num_tokens
 
 
 async def sample_delay(observe: Callable[[float], None]) -> None:

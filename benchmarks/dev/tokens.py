@@ -102,6 +102,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="the figures are medians (3)")
     parser.add_argument("--engines", nargs="+", choices=("fake", "own"), default=["fake", "own"])
     parser.add_argument("--apis", nargs="+", choices=list(APIS), default=list(APIS))
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens in an event of the fake engine (1)")
     parser.add_argument("--vllm", metavar="URL", help="a running vLLM, with an adapter of this run, measured too")
     parser.add_argument("--vllm-model", default=MODEL, metavar="NAME", help="the name of its model")
     options = parser.parse_args(argv)
@@ -119,7 +120,7 @@ async def _measure(options: Namespace, model: Path, tiny: Path) -> list[Figure]:
             for num_streams in options.streams:
                 figures += await _figures(way, options, num_streams, hop_s)
     for num_streams in options.streams if "fake" in options.engines else ():
-        with _fake_engine(tiny, num_streams) as engine, _adapter(engine, "engine") as way:
+        with _fake_engine(tiny, num_streams, options.stream_interval) as engine, _adapter(engine, "engine") as way:
             figures += await _figures(way, options, num_streams, hop_s)
     if "own" in options.engines:
         with _own_engine(model) as way:
@@ -216,10 +217,11 @@ def _listens(port: int) -> bool:
 
 
 @contextmanager
-def _fake_engine(model: Path, num_streams: int) -> Iterator[str]:
+def _fake_engine(model: Path, num_streams: int, stream_interval: int) -> Iterator[str]:
     port, events, replay = free_ports(3)
     step_s = max(MIN_STEP_S, STEP_S_A_STREAM * num_streams)
     sizes = ["--token-s", str(step_s), "--max-num-seqs", "512", "--num-blocks", str(NUM_BLOCKS)]
+    sizes += ["--stream-interval", str(stream_interval)]
     cache = ["--events", f"tcp://127.0.0.1:{events}", "--replay", f"tcp://127.0.0.1:{replay}"]
     command = [*module_command("tests.fake_engine"), str(model), "--port", str(port), "--model", MODEL, *sizes, *cache]
     with started(command, None):

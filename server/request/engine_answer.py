@@ -245,8 +245,12 @@ class EngineAnswer:
         new, shown = ids[self._num_shown_ids :], content.encode()
         text = b"".join([self._token_bytes[id_] for id_ in new])
         # A parser may keep back what may begin a call, and a detokenizer a part of a character.
+        num_kept = 0
+        while len(text) > len(shown) and num_kept + 1 < len(new):
+            num_kept += 1
+            text = text[: len(text) - len(self._token_bytes[new[-num_kept]])]
         self._shows_all = len(text) <= len(shown) if len(new) == 1 else bool(text) and shown.endswith(text)
-        self._num_shown_ids = len(ids)
+        self._num_shown_ids = len(ids) - num_kept * self._shows_all
 
     def _end(self, fields: dict[str, Raw]) -> None:
         """Take the event of the usage."""

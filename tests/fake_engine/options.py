@@ -21,6 +21,7 @@ def options(version: str) -> argparse.ArgumentParser:
     parser.add_argument("--lora", action="append", default=[])
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--token-s", type=float, default=0.001)
+    parser.add_argument("--stream-interval", type=int, default=1)
     return parser
 
 

@@ -100,9 +100,18 @@ class TextApis:
         async def run(index: int) -> None:
             lora = model if model in self.args.lora else None
             stream = rank.generate(ids, params | {"seed": f"{body.get('seed')} {index}"}, salt, lora)
+            most = max(self.args.stream_interval, body.get("stream_interval") or 1) if body.get("stream") else 1
+            held, room = list[int](), 1  # the first token comes alone
             async with contextlib.aclosing(stream):
                 async for part in stream:
-                    parts.put_nowait((index, part))
+                    if isinstance(part, int):
+                        parts.put_nowait((index, part))
+                        continue
+                    token_ids, reason, stop = part
+                    held += token_ids
+                    if len(held) >= room or reason is not None:
+                        parts.put_nowait((index, (held, reason, stop)))
+                        held, room = [], most
 
         async def chunks() -> AsyncIterator[dict[str, Any]]:
             """Yield each token as a choice of a stream, and the usage at last."""

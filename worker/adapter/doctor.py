@@ -16,15 +16,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+import msgspec
+
 from cache.types import HASH_BYTES, BlockHash
-from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineRefusedError, EventSource
+from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EnginePart, EngineRefusedError, EventSource
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.connect import PROBE_TEXTS, check_tokenizer, event_source, make_bundle, open_api
 from worker.adapter.kv_events import BlockStored, EventBatch
 from worker.adapter.subscriber import EventSubscriber, engine_binds
+from worker.adapter.text import COMPLETIONS
 from worker.common.capabilities import GENERATING
 from worker.common.checks import Check, judge, print_check
 from worker.config import WorkerConfig, parse
+from worker.wire import ChoiceState, EngineCall, GenerateRequest, SamplingParams
 
 PROBE_BLOCKS: Final = 4  # full blocks, so that there are events of some
 MIN_PROBE_TOKENS: Final = 64  # with small blocks, too
@@ -33,6 +37,7 @@ LISTEN_S: Final = 2.0
 """Time to wait for a probe's event. A publisher retries a closed port a few times a second."""
 MAX_PROBES: Final = 3  # the first event may come before the subscription holds
 POLL_S: Final = 0.02  # short against LISTEN_S
+STREAMED_TOKENS: Final = 16
 MAX_NAMES: Final = 1 << 16  # a doctor reads for seconds only
 NOWHERE: Final = "tcp://127.0.0.1:0"
 """A free port that no engine uses: only the replay delivers events there."""
@@ -88,6 +93,8 @@ async def checks(config: WorkerConfig) -> AsyncIterator[Check]:
         first = await send()
         yield (caching := await check_cache(api, load, first))
         yield await check_salt(api, first)
+        if api.kind == "vllm":
+            yield await check_stream(api, first)
         if caching.status != "fail":  # without caching no block is ever stored
             async for check in check_events(api, config, send):
                 yield check
@@ -148,6 +155,23 @@ async def check_salt(api: EngineApi, first: Probe) -> Check:
     )
     found = f"the same prompt with another salt: {other.num_cached} tokens cached"
     return judge("salt", found, (other.num_cached > 0, "fail", fix))
+
+
+async def check_stream(api: EngineApi, first: Probe) -> Check:
+    """Stream an answer, and count the tokens in its events."""
+    sizes: list[int] = []
+    length = {"max_tokens": STREAMED_TOKENS, "min_tokens": STREAMED_TOKENS}
+    call = EngineCall(COMPLETIONS, msgspec.json.encode({"stream": True, **length}), streams=True)
+    sampling, choices = SamplingParams(STREAMED_TOKENS), (ChoiceState(0, 0),)
+    request = GenerateRequest("doctor", "", "", first.root, first.prompt_ids, choices, sampling, call=call)
+
+    def take(part: EnginePart) -> None:
+        sizes.extend(len(ids) for _, ids in part.token_ids)
+
+    async with asyncio.timeout(PROBE_TIMEOUT_S):
+        await api.generate(request, f"doctor-{secrets.token_hex(8)}", take)
+    found = f"up to {max(sizes, default=0)} tokens of a stream come in one event"
+    return Check("stream", "ok", found + ": --stream-interval sets the least, for less work and less smooth text")
 
 
 class _Listener:

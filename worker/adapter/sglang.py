@@ -56,7 +56,7 @@ _NOT_SENT: Final = frozenset(
     {
         *("cache_control", "cache_salt", "metadata", "modalities", "model", "prediction", "priority"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "return_token_ids"),
-        *("safety_identifier", "service_tier", "store", "thinking_token_budget", "verbosity"),
+        *("safety_identifier", "service_tier", "store", "stream_interval", "thinking_token_budget", "verbosity"),
     }
 )
 """Hints that are dropped. A `model` with a colon would name an adapter; SGLang's priorities have the opposite order."""

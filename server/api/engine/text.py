@@ -43,7 +43,7 @@ from server.errors import (
     NotFoundError,
     UnavailableError,
 )
-from server.event_loop import run_sliced
+from server.event_loop import StreamInterval, run_sliced
 from server.http.stream import DONE, sse
 from server.models.registry import Models
 from server.models.served_model import ServedModel
@@ -155,6 +155,7 @@ class EngineTexts:
         self._renderer = EngineRenderer(models, client, fleet)
         self._prompts = EnginePrompts()
         self._shapes = EngineShapes(self._prompts, is_strict=config.strict_template)
+        self._interval = StreamInterval()
 
     async def prepare(
         self,
@@ -256,7 +257,7 @@ class EngineTexts:
         """Return the body for the engine, in a shape that its template takes, and what is left out of it."""
         path, model = asked.path, asked.model
         with _decoding():
-            sent = _body(asked)
+            sent = _body(asked, self._interval.num_tokens())
             if path != CHAT_PATH or asked.error is not None:
                 return sent, ""
             digests = frozenset(each.member.chat_probes for each in self._renderer.able(model, path))
@@ -353,8 +354,11 @@ def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collectio
         raise unsupported("encoding_format", "of this kind is not served: use `float` or `base64`")
 
 
-def _body(asked: _EngineBody) -> dict[str, Any]:
-    """Return the client's fields that are the engine's business; of a body with an error also the others."""
+def _body(asked: _EngineBody, num_event_tokens: int) -> dict[str, Any]:
+    """Return the client's fields that are the engine's business; of a body with an error also the others.
+
+    Streams get `num_event_tokens` in an event, or what the client asks for. An engine has its own least.
+    """
     path, model, known, fields = asked.path, asked.model, asked.known, asked.media.fields
     skip = _OWN_FIELDS if asked.error is None else ("model",)
     body: dict[str, Any] = {name: value for name, value in fields.items() if name not in skip and _is_sent(path, name)}
@@ -370,6 +374,8 @@ def _body(asked: _EngineBody) -> dict[str, Any]:
             body["stream_options"] = fields["stream_options"]
         elif known.stream and (known.n or 1) == 1:  # with more, the engine's fingerprint would go to another event
             body["stream_options"] = {"include_usage": True}
+        if known.stream and num_event_tokens > 1:
+            body.setdefault("stream_interval", num_event_tokens)
     return body
 
 

@@ -70,6 +70,18 @@ async def test_what_was_asked_for_stays(engines: list[EngineWorker]) -> None:
     assert body["model"] == "tiny"
 
 
+async def test_a_busy_gateway_asks_for_several_tokens_an_event(
+    engines: list[EngineWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's own wish wins, and an answer that is no stream needs none."""
+    monkeypatch.setattr("server.event_loop.StreamInterval.num_tokens", lambda self: 4)
+    async with engine_gateway(engines[0]) as target:
+        for body in (chat(stream=True), chat(stream=True, stream_interval=2), chat()):
+            assert (await post(target.url, body))[0] == 200
+    calls = [request.call for request in engines[0].received]
+    assert [json.loads(call.body).get("stream_interval") for call in calls if call is not None] == [4, 2, None]
+
+
 async def test_a_format_that_only_the_engine_reads_passes(caplog: pytest.LogCaptureFixture) -> None:
     """The gateway has no parser of gpt-oss's channels, and needs none: nothing warns of it."""
     tokenizer, called = trained_tokenizer(), {"name": "now", "arguments": "{}"}

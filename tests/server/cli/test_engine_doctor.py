@@ -70,7 +70,7 @@ async def test_a_healthy_engine_passes_and_the_command_says_so(
         assert await asyncio.to_thread(cli.main, [*DOCTOR, *options]) == 0
         found = json.loads(capsys.readouterr().out)
         refused = await checks_of(url)
-    names = ["engine", "model", "blocks", "tokenizer", "caching", "salt", "events", "replay"]
+    names = ["engine", "model", "blocks", "tokenizer", "caching", "salt", "stream", "events", "replay"]
     assert [check["name"] for check in found["checks"]][-len(names) :] == names
     assert {check["status"] for check in found["checks"] if check["name"] in names} == {"ok"}, found
     assert (refused["model"].status, "--engine-key-file" in refused["model"].fix) == ("fail", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +56,7 @@ choices = st.fixed_dictionaries(
     optional={
         "logprobs": st.none(),
         "finish_reason": st.sampled_from([None, None, None, "stop"]),
-        "token_ids": st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=2),
+        "token_ids": st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=5),
         "delta_": st.none(),
     },
 )
@@ -89,6 +90,30 @@ def test_bytes_and_parsing_are_equal(
         assert list(map(shown, edited.take_deltas())) == list(map(shown, parsed.take_deltas()))
         for name in ("_is_plain", "_shows_all", "_num_shown_ids", "num_output_tokens"):
             assert getattr(edited, name) == getattr(parsed, name)
+
+
+@given(tokens=st.lists(st.integers(0, len(PIECES) - 1), max_size=12), cuts=st.sets(st.integers(1, 12)))
+def test_events_of_several_tokens_can_go_on_too(tokens: list[int], cuts: set[int]) -> None:
+    """Whatever was sent ends with a token, or the answer cannot go on."""
+    answer, _ = answers(is_read=False, shows_ids=False)
+    decoder, sent, held = codecs.getincrementaldecoder("utf-8")("replace"), "", 0
+    for number in range(1, len(tokens) + 1):
+        if number not in cuts and number > 1:
+            continue
+        content = decoder.decode(b"".join(PIECES[each] for each in tokens[held:number]))
+        choice = {"index": 0, "delta": {"content": content}, "token_ids": tokens[held:number]}
+        answer.take(json.dumps({"id": "x", "choices": [choice]}).encode(), tokens[:number])
+        sent, held = sent + content, number
+        if answer._shows_all and "\ufffd" not in sent:
+            shown_ids = tokens[: answer._num_shown_ids]
+            assert b"".join(PIECES[each] for each in shown_ids) == sent.encode()
+
+
+def test_a_half_character_does_not_keep_back_the_rest() -> None:
+    answer, _ = answers(is_read=False, shows_ids=False)
+    choice = {"index": 0, "delta": {"content": " the a"}, "token_ids": [0, 7, 1]}
+    answer.take(json.dumps({"id": "x", "choices": [choice]}).encode(), [0, 7, 1])
+    assert (answer._shows_all, answer._num_shown_ids) == (True, 2)
 
 
 def shown(delta: ChoiceDelta) -> tuple[Any, ...]:
