@@ -101,7 +101,7 @@ class TextApis:
             lora = model if model in self.args.lora else None
             stream = rank.generate(ids, params | {"seed": f"{body.get('seed')} {index}"}, salt, lora)
             most = max(self.args.stream_interval, body.get("stream_interval") or 1) if body.get("stream") else 1
-            held, room = list[int](), 1  # the first token comes alone
+            held, room = list[int](), 1  # the first token comes by itself
             async with contextlib.aclosing(stream):
                 async for part in stream:
                     if isinstance(part, int):
