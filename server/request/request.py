@@ -28,6 +28,7 @@ from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.engine_answer import EngineAnswer, EngineChoice
 from server.request.hints import NO_HINTS, RoutingHints
 from server.request.retry import AttemptHistory, Stage, WorkerFailed, soonest_error
+from server.request.retry_state import RETRIES_PER_REQUEST
 from server.request.services import RequestServices
 from server.request_context import Trace, attempt_carrier, trace_attempt, trace_stage
 from server.router.placement import Placement
@@ -125,7 +126,7 @@ class Generation:
         Raises ApiError, also for a poison request or a full queue.
         """
         spec, services = self.spec, self._services
-        services.budget.earn()
+        services.budget.add(time.monotonic(), RETRIES_PER_REQUEST)
         if spec in services.poison:
             raise InternalError("This request has failed recently and is not tried again.")
         num_tokens = max(1, self.route.num_prompt_tokens)  # estimated where the engine makes the ids

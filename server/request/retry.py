@@ -10,6 +10,7 @@ Source: docs/reliability.md, "How it works".
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Final
@@ -185,7 +186,7 @@ class AttemptHistory:
             self._num_refusals += 1
             if refusal.status != 409 or self._num_refusals > 1:  # 409: it has restarted, its new epoch may be tried
                 self._exclude(worker)
-            if self._num_refusals <= MAX_REFUSALS and (is_replaced or services.budget.spend()):
+            if self._num_refusals <= MAX_REFUSALS and (is_replaced or not services.budget.take(time.monotonic())):
                 return None
             return soonest_error(self._refusals, spec)
         return error_of(failed, spec, refusal.status)

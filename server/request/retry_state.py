@@ -21,29 +21,13 @@ POISON_TTL_S: Final = 60.0
 MAX_POISON_ENTRIES: Final = 10_000  # bounds the memory; the oldest are forgotten
 
 
-class RetryBudget:
-    """Retries after refusals that a process may make: 0.1 per request and two per second, at most 100 saved up.
+def retry_budget() -> TokenBucket:
+    """Return the retries after refusals of a process: `RETRIES_PER_REQUEST` more for each, at most 100 saved up.
 
     Retries after a lost worker are limited by `MAX_LOSSES`, not by this budget.
     Source: the retry budgets of Finagle and Linkerd.
     """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._bucket = TokenBucket(RETRIES_PER_S, MAX_RETRIES)
-        self._num_requests = 0
-        """Requests since the last retry; each adds 0.1 retries to the budget."""
-
-    def earn(self) -> None:
-        """Count one request."""
-        self._num_requests += 1
-
-    def spend(self) -> bool:
-        """Take one retry, if one is left."""
-        now_s = self._clock()
-        self._bucket.add(now_s, RETRIES_PER_REQUEST * self._num_requests)
-        self._num_requests = 0
-        return self._bucket.take(now_s) == 0.0
+    return TokenBucket(RETRIES_PER_S, MAX_RETRIES)
 
 
 class PoisonCache:

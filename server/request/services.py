@@ -9,7 +9,8 @@ from typing import Any
 from cache.types import GatewayId
 from server.metrics import GatewayMetrics
 from server.models.served_model import ServedModel
-from server.request.retry_state import PoisonCache, RetryBudget
+from server.rates import TokenBucket
+from server.request.retry_state import PoisonCache, retry_budget
 from server.router.queue import RequestQueue
 from server.router.router import Router
 from server.workers.client import StallWatch, WorkerClient
@@ -28,7 +29,7 @@ class RequestServices:
     metrics: GatewayMetrics
     fleet: Fleet
     queue: RequestQueue[Any]
-    budget: RetryBudget = field(default_factory=RetryBudget)
+    budget: TokenBucket = field(default_factory=retry_budget)
     poison: PoisonCache = field(default_factory=PoisonCache)
     is_served: Callable[[ServedModel], bool]
     """Returns whether requests are still prepared for this revision of a model."""

@@ -259,10 +259,10 @@ class StallWatch:
         if await self._client.is_alive(url):
             return
         # At the same time: a fleet that wakes from a pause answers both.
-        lives, can_resume = await asyncio.gather(self._client.is_alive(url), self._any_lives(self._successors(url)))
+        lives, *can_resume = await asyncio.gather(*map(self._client.is_alive, [url, *self._successors(url)]))
         if lives:
             return
-        if not can_resume:
+        if not any(can_resume):
             before_s = time.monotonic() - self._no_successor_timeout_s
         for stream in self._streams.intersection(streams):  # others have ended, and their connection may be reused
             if stream.last_read_s < before_s:
@@ -274,17 +274,6 @@ class StallWatch:
         kinds = {(worker.namespace, worker.numerics) for worker in workers if worker.url == url}
         urls = [worker.url for worker in workers if worker.url != url and (worker.namespace, worker.numerics) in kinds]
         return random.sample(urls, min(len(urls), MAX_PROBED))
-
-    async def _any_lives(self, urls: Sequence[str]) -> bool:
-        checks = [asyncio.create_task(self._client.is_alive(url)) for url in urls]
-        try:
-            for check in asyncio.as_completed(checks):
-                if await check:
-                    return True
-            return False
-        finally:
-            for task in checks:
-                task.cancel()
 
 
 def _decoded(url: str, data: bytes, kind: type[T]) -> T:

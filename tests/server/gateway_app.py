@@ -20,7 +20,7 @@ from server.http.middleware import Application
 from server.http.server import GatewayListener
 from server.metrics import GatewayMetrics
 from server.models.registry import Models
-from server.request.retry_state import RetryBudget
+from server.rates import TokenBucket
 from server.router.load_tracker import WorkerLoadEstimate
 from server.router.placement import Placement
 from server.router.queue import RequestQueue
@@ -121,7 +121,7 @@ async def gateway(
     no_successor_timeout_s: float = 60.0,
     max_body_bytes: int = 1024 * 1024,
     throttle: AuthThrottle | None = None,
-    budget: RetryBudget | None = None,
+    budget: TokenBucket | None = None,
     **options: Any,
 ) -> AsyncIterator[RunningGateway]:
     """Serve the public app of a real Gateway over a PlainRouter; `options` are those of its config."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 
 import pytest
 
 from cache.types import WorkerId
+from server.rates import TokenBucket
 from server.request import request as generations
-from server.request.retry_state import RetryBudget
+from server.request.retry_state import MAX_RETRIES
 from server.router import queue
 from server.router.placement import Placement
 from server.router.types import NoWorkerError, RouteRequest
@@ -64,9 +66,8 @@ async def test_refused_by_all_is_a_status(
 
 async def test_retries_are_a_part_of_the_requests(make: MakeWorker) -> None:
     """With an empty budget a tenth of the requests may be retried, so that retries do not multiply a failure."""
-    budget = RetryBudget(clock=lambda: 0.0)
-    while budget.spend():
-        pass
+    budget = TokenBucket(1e-9, MAX_RETRIES)
+    budget.set(time.monotonic(), 0.0)
     refusing, healthy = make(), make()
     refusing.behave = refuses(503, "draining")
     async with gateway(refusing, healthy, budget=budget) as target:

@@ -19,7 +19,7 @@ from server.request.retry import (
     WorkerFailed,
     error_of,
 )
-from server.request.retry_state import PoisonCache, RetryBudget
+from server.request.retry_state import PoisonCache, retry_budget
 from server.router.queue import RequestQueue
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerLost, WorkerRefused
@@ -44,7 +44,7 @@ FLEET: Any = SimpleNamespace(report_failure=lambda worker_id: None, report_wrong
 
 def new_history() -> AttemptHistory:
     services: Any = SimpleNamespace(
-        fleet=FLEET, metrics=GatewayMetrics(), queue=RequestQueue(), budget=RetryBudget(), poison=PoisonCache()
+        fleet=FLEET, metrics=GatewayMetrics(), queue=RequestQueue(), budget=retry_budget(), poison=PoisonCache()
     )
     return AttemptHistory(SPEC, services)
 

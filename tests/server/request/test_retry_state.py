@@ -14,28 +14,28 @@ from server.request.retry_state import (
     MAX_POISON_ENTRIES,
     MAX_RETRIES,
     POISON_TTL_S,
+    RETRIES_PER_REQUEST,
     PoisonCache,
-    RetryBudget,
+    retry_budget,
 )
 from worker.wire import Embed, EngineCall, SamplingParams
 
 
 def test_requests_and_time_earn_retries_up_to_a_limit() -> None:
-    now_s = 0.0
-    budget = RetryBudget(clock=lambda: now_s)
+    now_s, budget = 0.0, retry_budget()
 
     def num_allowed() -> int:
-        return next(number for number in range(10_000) if not budget.spend())
+        return next(number for number in range(10_000) if budget.take(now_s))
 
     def earn(num_requests: int) -> None:
         for _ in range(num_requests):
-            budget.earn()
+            budget.add(now_s, RETRIES_PER_REQUEST)
 
     assert num_allowed() == MAX_RETRIES
     assert num_allowed() == 0
     now_s += 4.25
     assert num_allowed() == 8
-    earn(35)
+    earn(36)
     assert num_allowed() == 4
     now_s += 1e6
     earn(1000)
