@@ -11,18 +11,17 @@ from typing import Any, Final
 
 import jinja2
 import jinja2.nodes
-import msgspec
 from jinja2.meta import find_undeclared_variables
 
 from server.errors import InvalidRequestError
 from server.event_loop import Steps, run_now, run_sliced
 from server.schema.fields import Message
 from server.schema.intent import Conversation
-from server.text.control_tokens import Marker, RenderedPrompt
+from server.text.control_tokens import Mark, Marker, RenderedPrompt
 from server.text.shape_probes import PROBE_WORDS, Finding, ShapeProbe, find_shapes
 from server.text.shapes import Shapes, Turn, filled, repaired, without_marks
 from server.text.switches import Grants, find_grants, question
-from server.text.template_input import LINE_END, template_messages, template_tools, texts_of, with_tools
+from server.text.template_input import LINE_END, template_messages, template_tools, with_tools
 from server.text.template_sandbox import RenderClock, StepTooLongError, TemplateEnvironment, TemplateError
 
 MAX_STEP_S: Final = 0.03
@@ -119,10 +118,10 @@ class ChatTemplate:
         tool_repairs = self._fill(tools or [])
         kwargs, wish_repairs, ignored = self._switches(conversation)
         switches = kwargs
-        mark = ""
+        digits = ""
         if self._marker is not None:
-            others = msgspec.json.encode([tools, kwargs]).decode() if tools or kwargs else ""
-            mark = yield from self._marker.mark_for([*texts_of(conversation), others])
+            mark = Mark()
+            digits = mark.digits
             messages, tools, kwargs = yield from self._marker.marking([messages, tools, kwargs], mark)
         continued = conversation.is_continued
         if continued:
@@ -142,9 +141,9 @@ class ChatTemplate:
         variables["add_generation_prompt"] = not continued and conversation.add_generation_prompt
         del messages, turns, tools, kwargs
         try:
-            text = yield from self._run(variables, clock, mark, names.messages)
+            text = yield from self._run(variables, clock, digits, names.messages)
         except InvalidRequestError as error:
-            message, field = error.message.replace(mark, ""), self._refused_switches(conversation, switches)
+            message, field = error.message.replace(digits, ""), self._refused_switches(conversation, switches)
             message = message.replace("these messages", field or "these messages", 1)
             raise InvalidRequestError(message, param=field or error.param) from error
         if continued:
@@ -152,7 +151,7 @@ class ChatTemplate:
             if not found:
                 refusal = "this model's template cannot continue a message."
                 raise InvalidRequestError(refusal, param=names.continue_final_message)
-        prompt = RenderedPrompt(text) if self._marker is None else (yield from self._marker.unmark(text, mark))
+        prompt = RenderedPrompt(text) if self._marker is None else (yield from self._marker.unmark(text, digits))
         return replace(prompt, repairs=repairs, ignored=ignored)
 
     def _prepared(self, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None) -> Sequence[Turn]:

@@ -20,7 +20,7 @@ import secrets
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final, cast
 
@@ -31,9 +31,6 @@ from server.event_loop import Steps
 
 PART_CHARS: Final = 1 << 14  # marked between two turns of the event loop
 MARK_DIGITS: Final = 20  # no client guesses a mark
-SHORT_MARK_DIGITS: Final = 6  # a million marks: one that is in no text is soon found
-MANY_MARKS: Final = 50_000
-"""With this many or more, marks are short, and are searched for in the texts first."""
 MAX_MARK_BYTES: Final = 8 << 20
 """The limit of a request's marks in memory. Rendering makes several copies of marked texts."""
 
@@ -49,6 +46,19 @@ class RenderedPrompt:
     """Names of the changes to the messages, for what the template would refuse or lose."""
     ignored: tuple[str, ...] = ()
     """Fields of the request that change nothing."""
+
+
+def new_mark() -> str:
+    """Return digits, which no filter of a template changes, and which no client can guess."""
+    return f"{secrets.randbelow(10**MARK_DIGITS):0{MARK_DIGITS}d}"
+
+
+@dataclass(slots=True)
+class Mark:
+    """The mark of one request, and the bytes that it may still take."""
+
+    digits: str = field(default_factory=new_mark)
+    left_bytes: int = MAX_MARK_BYTES
 
 
 class Marker:
@@ -72,34 +82,12 @@ class Marker:
             risky.append(f"\\A(?=[{re.escape(''.join(sorted(self._seconds)))}])")
         self._pattern = re.compile(f"({'|'.join(map(re.escape, unmarked)) or '(?!)'})|{'|'.join(risky) or '(?!)'}")
 
-    def mark_for(self, texts: Sequence[str]) -> Steps[str]:
-        """Return a mark that is in none of a request's texts. Raises InvalidRequestError for too many marks.
+    def marking(self, value: Any, mark: Mark) -> Steps[Any]:
+        """Return the same value with `mark` in all its texts, in steps: part by part in a long text.
 
-        Such a text is longer than any context: nearly every mark stands for a token or more.
+        Raises InvalidRequestError for too many marks. Such a text is longer than any context: nearly every mark stands
+        for a token or more.
         """
-        if sum(text.count(first) for text in texts for first in self._firsts) < MANY_MARKS:
-            return new_mark()
-        yield
-        mark = new_mark()
-        for _ in range(100):
-            short = new_mark(SHORT_MARK_DIGITS)
-            if not any(short in text for text in texts):
-                mark = short
-                break
-            yield
-        num_bytes = 0
-        for text in texts:
-            for _, found in matches_by_part(self._pattern, text, self._lookahead_chars):
-                num_marks = sum(match[1] is None for match in found)
-                num_bytes += num_marks * len(mark) * (1 if text.isascii() else 4)
-                if num_bytes > MAX_MARK_BYTES:
-                    message = "The messages hold too many beginnings of control tokens: send less text."
-                    raise InvalidRequestError(message, param="messages", code="control_token")
-                yield
-        return mark
-
-    def marking(self, value: Any, mark: str) -> Steps[Any]:
-        """Return the same value with `mark` in all its texts, in steps: part by part in a long text."""
         if isinstance(value, str):
             return (yield from self._mark_text(value, mark))
         if isinstance(value, dict):
@@ -129,9 +117,17 @@ class Marker:
                 return False
         return True
 
-    def _mark_text(self, text: str, mark: str) -> Steps[str]:
+    def _mark_text(self, text: str, mark: Mark) -> Steps[str]:
+        num_bytes = len(mark.digits) * (1 if text.isascii() else 4)
+
         def marked(match: re.Match[str]) -> str:
-            return match[0] if match[1] else match[0] + mark
+            if match[1]:
+                return match[0]
+            mark.left_bytes -= num_bytes
+            if mark.left_bytes < 0:
+                message = "The messages hold too many beginnings of control tokens: send less text."
+                raise InvalidRequestError(message, param="messages", code="control_token")
+            return match[0] + mark.digits
 
         return (yield from replaced_by_part(self._pattern, text, self._lookahead_chars, marked))
 
@@ -199,11 +195,6 @@ def holds(offsets: Sequence[int], at: int) -> bool:
     """Return whether `at` is one of the sorted `offsets`."""
     index = bisect_left(offsets, at)
     return index < len(offsets) and offsets[index] == at
-
-
-def new_mark(num_digits: int = MARK_DIGITS) -> str:
-    """Return digits, which no filter of a template changes, and which no client can guess."""
-    return f"{secrets.randbelow(10**num_digits):0{num_digits}d}"
 
 
 def any_of(tokens: Collection[str]) -> re.Pattern[str]:

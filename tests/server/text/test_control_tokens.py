@@ -24,9 +24,9 @@ from server.event_loop import run_now
 from server.models.served_model import ServedModel, build_model
 from server.schema.intent import Conversation
 from server.schema.requests import ChatRequest
-from server.text import control_tokens, template_sandbox
+from server.text import template_sandbox
 from server.text.chat_template import ChatTemplate
-from server.text.control_tokens import PART_CHARS, Marker, any_of
+from server.text.control_tokens import PART_CHARS, Mark, Marker, any_of
 from server.text.pretoken_cache import WINDOW_CHARS
 from server.text.tokenizer import INLINE_CHARS, SegmentCache
 from server.text.tokenizer import Tokenizer as ServedTokenizer
@@ -375,7 +375,7 @@ def test_many_short_texts_are_marked_in_steps() -> None:
     assert served.template is not None
     assert served.template._marker is not None
     texts = [{"content": TOKENS[0] * 1000}] * 50
-    steps = served.template._marker.marking(texts, "#")
+    steps = served.template._marker.marking(texts, Mark("#"))
     assert sum(1 for _ in steps) >= len(texts), "a rest for each of them"
 
 
@@ -395,23 +395,18 @@ async def test_a_rendering_is_not_refused_because_others_render_too(monkeypatch:
 PIECES = ("<|", "<", "<\n", "</", "<|im_", "<|im_end|>", "|im_end|>", " <", "<r", "<|\U0001f600", "<b>a</b>")
 
 
-@pytest.mark.parametrize("has_every_short_mark", [False, True])
 @pytest.mark.parametrize("piece", PIECES)
-def test_marks_take_bounded_memory(monkeypatch: pytest.MonkeyPatch, piece: str, has_every_short_mark: bool) -> None:
-    """Whatever a text is made of, and however long its mark has to be."""
-    monkeypatch.setattr(control_tokens, "MANY_MARKS", 1000)
-    monkeypatch.setattr(control_tokens, "MAX_MARK_BYTES", 1 << 15)
-    if has_every_short_mark:
-        monkeypatch.setattr(control_tokens, "SHORT_MARK_DIGITS", 1)
+def test_marks_take_bounded_memory(piece: str) -> None:
+    """Whatever a text is made of."""
     text = "0123456789" + piece * (100_000 // len(piece))
     marker = Marker(TOKENS, ["<think>", "\n", "content"])
+    mark = Mark(left_bytes=1 << 15)
     try:
-        mark = run_now(marker.mark_for([text]))
+        marked = run_now(marker.marking([text], mark))[0]
     except InvalidRequestError:
         return
-    marked = run_now(marker.marking([text], mark))[0]
     assert sys.getsizeof(marked) <= sys.getsizeof(text) + (1 << 15)
-    assert marked.replace(mark, "") == text
+    assert marked.replace(mark.digits, "") == text
 
 
 async def test_a_long_page_of_html_is_no_beginning_of_control_tokens() -> None:
