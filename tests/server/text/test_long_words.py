@@ -82,6 +82,12 @@ def test_windows_give_the_ids_of_the_whole(name: str, composes: bool, text: str,
     assert ids == tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def check_whole(name: str, composes: bool, num_chars: int, text: str) -> None:
+    tokenizer, _ = tokenizer_of(name, composes=composes)
+    ids = list(chain.from_iterable(_windows(name, composes, num_chars).ids(text, 0, len(text))))
+    assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+
+
 def test_a_vocabulary_of_bytes_alone() -> None:
     vocab = {char: number for number, char in enumerate(sorted(BYTE_ALPHABET))}
     tokenizer = Tokenizer(BPE(vocab, []))
@@ -90,6 +96,23 @@ def test_a_vocabulary_of_bytes_alone() -> None:
     found = long_words(tokenizer, json.loads(tokenizer.to_str()), 81)
     assert found is not None
     assert list(chain.from_iterable(found.ids(text, 0, len(text)))) == tokenizer.encode(text).ids
+
+
+def test_a_word_that_a_combining_mark_ends_is_encoded_whole() -> None:
+    check_whole("smollm2", True, 81, "a" * 300 + "q\u0323\u0307  \na")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("text", ["THE quick \x1d" + " " * 300, "\r\n" + " " * 300, "a\x1c" + " " * 300 + "b"])
+def test_long_runs_of_spaces_behind_what_only_python_calls_space(name: str, text: str) -> None:
+    for composes in (False, True):
+        check_whole(name, composes, 81, text)
+
+
+@pytest.mark.parametrize("num_chars", [81, 100, 300])
+@pytest.mark.parametrize("marks", ["\u0301", "\u0323\u0307", "\u0307\u0323\u0315", "\u1161"])
+def test_runs_of_combining_characters_longer_than_a_window(marks: str, num_chars: int) -> None:
+    check_whole("smollm2", True, num_chars, "\u1f97&q" + marks * 700 + "&e" + marks * 90 + " end")
 
 
 @cache
