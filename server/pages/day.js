@@ -6,7 +6,7 @@ import { count, minute, percent, plural, seconds } from "./format.js";
 import { callOps } from "./key.js";
 
 const COLUMNS = 60;
-const REFRESH_MS = 60_000;
+const REFRESH_MS = 15_000;
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 600;
 const HEIGHT = 72;
