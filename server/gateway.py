@@ -245,7 +245,7 @@ class Gateway:
                 yield name, files.follow
 
     def _count_usage(self, context: RequestContext) -> None:
-        self.day.add(context.status, context.error, context.account, context.tenant, context.request_id)
+        self.day.add(context.status, context.error, context.account, context.sender, context.request_id)
         if context.account is not None:
             self.usage.add(context.account)
             if self._usage_log is not None:

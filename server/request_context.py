@@ -99,8 +99,8 @@ class RequestContext:
     """0: the response never began."""
     error: str = ""
     """The code of the error that ended it; empty: none did."""
-    tenant: str = ""
-    """Empty: the request has shown no valid key."""
+    sender: tuple[str, str] = "", ""
+    """Tenant and key; empty: the request has shown no valid key."""
     limit_headers: Callable[[], list[tuple[bytes, bytes]]] = list
     """Returns the `x-ratelimit-*` headers of the request's key."""
     account: Account | None = None

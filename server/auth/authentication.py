@@ -84,7 +84,7 @@ class AuthenticationMiddleware:
         if scope["path"] in OPEN_PATHS:
             return self._app(scope, receive, send)
         scope[IDENTITY] = identity = self._authenticator.authenticate(scope)
-        CURRENT.get().tenant, usage = identity.tenant, identity.usage
+        CURRENT.get().sender, usage = (identity.tenant, identity.key_name), identity.usage
         if usage is not None:
             CURRENT.get().limit_headers = usage.headers
             if scope["method"] == "POST":

@@ -41,7 +41,7 @@ class DayHistory:
         self._reasons: dict[tuple[str, ...], tuple[int, float, str]] = {}
         """Requests without an answer by outcome, code, tenant, key and model: their number, and the last one."""
 
-    def add(self, status: int, error: str, account: Account | None, tenant: str = "", request_id: str = "") -> None:
+    def add(self, status: int, error: str, account: Account | None, sender: tuple[str, str], request_id: str) -> None:
         """Count a request that has ended. `account`: None for one that reached no route of a model."""
         minute = int(self._clock() // 60)
         if not self._minutes or self._minutes[-1][0] != minute:
@@ -51,13 +51,13 @@ class DayHistory:
         row.sums[result] += 1
         if error:
             row.errors[error] += 1
-            who = result, error, tenant, *(("", "") if account is None else (account.key, account.model))
+            who = result, error, *sender, "" if account is None else account.model
             number, *_ = self._reasons.pop(who, (0,))
             if len(self._reasons) >= MAX_NAMED:
                 del self._reasons[next(iter(self._reasons))]  # the one that ended longest ago
             self._reasons[who] = number + 1, self._clock(), request_id
         if result in ("refused", "failed"):
-            named = result, f"{error}, tenant {tenant}" if tenant else error
+            named = result, f"{error}, tenant {sender[0]}" if sender[0] else error
             is_known = named in self.turned_away or len(self.turned_away) < MAX_NAMED
             self.turned_away[named if is_known else (result, error)] += 1
         if account is None:
