@@ -9,6 +9,7 @@ what takes such a value takes little time. What could make far more than it gets
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import threading
@@ -38,7 +39,7 @@ _MAX_BITS: Final = 60  # of a number; hashes of longer ones can be made to colli
 _SMALL: Final = 256
 _COMPARED: Final = 2048  # work of what may read long values
 _WATCHED: Final = 1 << 16  # work between two looks at the clock
-_CONTAINERS: Final[tuple[Any, ...]] = (list, tuple, dict, *map(type, ({}.keys(), {}.values(), {}.items())))
+_CONTAINERS: Final = frozenset({list, tuple, dict, *map(type, ({}.keys(), {}.values(), {}.items()))})
 _WIDE: Final = re.compile(r"[%{][^a-zA-Z%}]*(\*|\{|[0-9]{4})")  # a width or precision, or one that is an argument
 _NO_FILTERS: Final = (
     *("batch", "center", "filesizeformat", "groupby", "pprint", "random", "slice", "striptags", "sum", "urlencode"),
@@ -161,15 +162,23 @@ class RenderClock:
             return 8 + int(value.bit_length()) // 3  # its digits
         if kind is range:
             return 8 * len(value)
-        if not isinstance(value, _CONTAINERS):
+        if kind not in _CONTAINERS:
             return 8
         known = self._sizes.get(id(value))
         if known is None:
-            parts = [*value, *value.values()] if kind is dict else value
-            size = (64 if kind is tuple else 8) * len(value) + sum(map(self.size_of, parts))
+            size = (64 if kind is tuple else 8) * len(value)
+            for part in [*value, *value.values()] if kind is dict else value:
+                size += len(part) if part.__class__ is str else self.size_of(part)
             known = self._sizes[id(value)] = value, size
             self._left -= 64 * len(value)
         return known[1]
+
+    def taken(self, value: Any) -> Any:
+        """Return a part of a value that was measured, or another order or view of it."""
+        if isinstance(value, str):
+            return self.made(value)
+        self.check(_COMPARED + 64 * len(value))
+        return value
 
     def made(self, value: Any) -> Any:
         """Return what was made. Raises TemplateRuntimeError if it is too large."""
@@ -217,13 +226,24 @@ def _size_of_text(clock: RenderClock, text: Any, old: Any, new: Any, count: int 
     return len(str(text)) + str(text).count(str(old)) * len(str(new))
 
 
+def _size_of_indents(clock: RenderClock, value: Any, ascii: Any = False, indent: Any = None, *_: Any, **__: Any) -> int:
+    width, size, parts = indent if isinstance(indent, int) else len(indent or ""), 0, [value]
+    for depth in itertools.count(1):
+        inner: list[Any] = [each for each in parts if each.__class__ in _CONTAINERS] if width else []
+        if not inner:
+            break
+        parts = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
+        size += len(parts) * depth * width
+    return size
+
+
 _SIZES: Final[Mapping[str, Callable[..., float]]] = {
     **dict.fromkeys(("list", "sort", "unique", "min", "max"), _size_of_letters),
     "format": _size_of_pattern,
     "replace": _size_of_text,
     "join": lambda clock, items, d="", attribute=None: clock.size_of(items) + len(items) * len(str(d)),
     "indent": lambda clock, s, width=4, *_, **__: s.count("\n") * (width if isinstance(width, int) else len(width)),
-    "tojson": lambda clock, value, indent=None, **_: clock.size_of(value) * indent // 4 if indent else 0,
+    "tojson": _size_of_indents,
     "round": lambda clock, value, precision=0, method="": abs(precision) * MAX_SIZE // _MAX_BITS,
 }
 """Bounds of what filters and methods make that can make far more than they get."""
@@ -235,22 +255,22 @@ class _CodeGenerator(CodeGenerator):
         plain = (jinja2.nodes.Const, jinja2.nodes.List, jinja2.nodes.Tuple)
         match node:
             case jinja2.nodes.Const(value=list() | tuple() | dict() as items):
-                measured = len(items) > 16
+                checked = "made" if len(items) > 16 else ""
             case jinja2.nodes.List() | jinja2.nodes.Tuple():
                 short = len(node.items) <= 16 and all(isinstance(item, jinja2.nodes.Const) for item in node.items)
-                measured = not short and getattr(node, "ctx", "load") == "load"
+                checked = "" if short or getattr(node, "ctx", "load") != "load" else "made"
             case jinja2.nodes.Compare():
-                measured = not all(isinstance(operand.expr, plain) for operand in node.ops)
+                checked = "" if all(isinstance(operand.expr, plain) for operand in node.ops) else "compared"
             case jinja2.nodes.Test():
-                measured = bool(node.args)
+                checked = "compared" if node.args else ""
             case jinja2.nodes.Getitem():
-                measured = isinstance(node.arg, jinja2.nodes.Slice)
+                checked = "taken" if isinstance(node.arg, jinja2.nodes.Slice) else ""
             case _:
-                measured = isinstance(node, jinja2.nodes.Dict)
-        if measured:
-            self.write("environment.made(")
+                checked = "made" if isinstance(node, jinja2.nodes.Dict) else ""
+        if checked:
+            self.write(f"environment.{checked}(")
         super().visit(node, *args, **kwargs)
-        if measured:
+        if checked:
             self.write(")")
 
     def _output_child_pre(self, node: jinja2.nodes.Expr, frame: Frame, finalize: Any) -> None:
@@ -290,6 +310,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def made(self, value: Any) -> Any:
         return _ACTIVE.clock.made(value)
 
+    def taken(self, value: Any) -> Any:
+        return _ACTIVE.clock.taken(value)
+
+    def compared(self, value: Any) -> Any:
+        _ACTIVE.clock.check(_COMPARED)
+        return value
+
     def written(self, value: Any) -> Any:
         return value if isinstance(value, str) else self.made(str(value))
 
@@ -314,8 +341,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def concat(self, parts: Iterable[str]) -> str:
         """Return the text of `~`, a macro or a block. Raises TemplateRuntimeError."""
         parts = list(parts)
-        _ACTIVE.clock.limit(sum(map(len, parts)))
-        return str(self.made("".join(parts)))
+        if (size := sum(map(len, parts))) > _SMALL:
+            _ACTIVE.clock.limit(size)
+            _ACTIVE.clock.check(4 * size)
+        return "".join(parts)
 
     def concatenated(self, values: list[Any]) -> str:
         return self.concat(map(self.written, values))
@@ -335,19 +364,27 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                     args = (list(*args),)
                     clock.limit(_SIZES["join"](clock, *args, owner))
             clock.check(len(owner))
-        return clock.made(super().call(context, function, *args, **kwargs))
+        value = super().call(context, function, *args, **kwargs)
+        if owner.__class__ is not dict:
+            return clock.made(value)
+        clock.check(len(owner))
+        return value
 
-    def check(self) -> bool:
+    def check(self, work: int) -> bool:
         """Check the clock of the rendering, and return True."""
-        _ACTIVE.clock.check()
+        _ACTIVE.clock.check(work)
         return True
 
     def bounded(self, tree: jinja2.nodes.Template) -> jinja2.Template:
-        """Compile a template whose loops check the clock."""
-        check = jinja2.nodes.EnvironmentAttribute("check()")  # compiled to `environment.check()`
-        for loop in tree.find_all(jinja2.nodes.For):
-            loop.body.insert(0, jinja2.nodes.ExprStmt(check).set_lineno(loop.lineno))
-            loop.test = loop.test and jinja2.nodes.And(check, loop.test)
+        """Compile a template whose loops, macros and blocks check the clock."""
+        nodes = jinja2.nodes
+        for part in [*tree.find_all(nodes.Stmt)]:
+            if isinstance(part, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block):
+                work = _SMALL + 8 * sum(1 for _ in part.find_all(nodes.Node))
+                check = nodes.EnvironmentAttribute(f"check({work})")  # compiled to `environment.check(work)`
+                part.body.insert(0, nodes.ExprStmt(check).set_lineno(part.lineno))
+                if isinstance(part, nodes.For):
+                    part.test = part.test and nodes.And(check, part.test)
         template = self.from_string(tree)
         template.globals = dict(template.globals)  # renderings copy it: a plain dict is quick to copy
         return template
@@ -356,7 +393,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter that measures what it makes."""
     at = 0 if getattr(function, "jinja_pass_arg", None) is None else 1
-    size_of = _SIZES.get(name)
+    size_of, is_part = _SIZES.get(name), name in ("dictsort", "list", "sort")
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -368,8 +405,10 @@ def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         made, value = function(*args, **kwargs), args[at]
         if value.__class__ is not str:
             clock.look()
-        elif len(value) > _SMALL:
-            clock.check(8 * len(value))
-        return clock.made(made)
+        else:
+            clock.check(_SMALL + 8 * len(value))
+            if made.__class__ is str and len(made) <= len(value):
+                return made
+        return clock.taken(made) if is_part and value.__class__ in _CONTAINERS else clock.made(made)
 
     return run

@@ -39,6 +39,7 @@ _PAIRS = (
     "{% set m.y = m.y + [(-1, a), (-2, a)] %}{% endfor %}{% set n.x = m.y %}{% endfor %}"  # equal hashes
 )
 _DEEP = _DOUBLED % ("range(5000) | list", "[n.x]")
+_DICT = "{% set d = {}.fromkeys(range(4000), 'x') %}"
 HOSTILE = {
     "lorem ipsum": "{{ lipsum(n=100000) }}",
     "a sort of 500,000 numbers": "{% set l = (range(100000) | list) * 5 %}{{ l | sort | length }}",
@@ -49,6 +50,8 @@ HOSTILE = {
     "a text joins letters": _LONG + "{{ t.join(t) | length }}",
     "an indent": "{% set t = '\\n' * 60000 %}{{ t | indent(4000) | length }}",
     "JSON with an indent": _MANY + "{{ l | tojson(indent=1000000000) }}",
+    "keys of a long text": _LONG + "{% set d = {}.fromkeys(range(4000), t) %}{{ d | string | length }}",
+    "JSON of the greatest depth": _DEEP.replace("40", "900") + "{{ n.x | tojson(indent=1) }}",
     "a width of a format": "{{ '{:1000000000}'.format(1) }}",
     "a nested width": "{{ '{:{}}'.format(1, 1000000000) }}",
     "a centred text": "{{ 'a' | center(1000000000) }}",
@@ -82,7 +85,17 @@ SLOW = {
     "a lazy search": "{{ range(16000) | select('gt', 99999) | first }}" * 30,
     "written lists": _MANY + "{{ l }}" * 300,
     "indented JSON": _MANY + "{% set a = l | tojson(indent=1) %}" * 300,
-    "deep JSON": _DEEP + "{% set a = n.x | tojson(indent=4) %}" * 300,
+    "deep JSON": _DEEP + "{% set a = n.x | tojson(indent=1) %}" * 300,
+    "a long body": "{% for i in range(9000) %}" + "{% set a = ('aB-' * 80) | title %}" * 1000 + "{% endfor %}",
+    "a long macro": "{% macro m() %}"
+    + "{% set a = 'ab' ~ i %}" * 1000
+    + "{% endmacro %}{% for i in range(9000) %}{% set b = m() %}{% endfor %}",
+    "slices of a list": _MANY + "{% set a = l[1:] %}" * 3000,
+    "sorted entries": _DICT + "{% set a = d | dictsort %}" * 300,
+    "copies": _DICT + "{% set a = d.copy() %}" * 3000,
+    "views in lists": _DICT + "{% set a = d.items() | list %}" * 300,
+    "keys less keys": _DICT + "{% set a = d.keys() - d.keys() %}" * 1000,
+    "values of a view": _DICT + "{% for i in range(9000) %}{% if i in d.values() %}{% endif %}{% endfor %}",
     "equal hashes": _PAIRS + "{% set a = n.x | unique | list %}" * 300,
 }
 
