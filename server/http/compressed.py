@@ -1,6 +1,7 @@
 """Compressed bodies of requests, unpacked part by part: the memory has what the app has taken, and a part.
 
-A body has one coding: gzip, deflate (zlib) or zstd. What follows its end, and an end that does not come, is an error.
+A body has one coding: gzip, deflate (zlib, or bare as .NET writes it) or zstd. What follows its end, and an end that
+does not come, is an error.
 """
 
 from __future__ import annotations
@@ -54,27 +55,29 @@ def plain(coding: str, receive: Receive) -> Receive:
 
 async def unpacked(coding: str, receive: Receive) -> AsyncIterator[bytes]:
     """Yield the parts of a compressed body, as they come. Raises InvalidRequestError and BodyTooLargeError."""
-    decoder, time_slice, num_packed, num_unpacked, has_more = _decoder(coding), TimeSlice(), 0, 0, True
+    decoder, time_slice, num_packed, num_unpacked, has_more = None, TimeSlice(), 0, 0, True
     while has_more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         packed, has_more = message.get("body", b""), message.get("more_body", False)
         num_packed += len(packed)
+        if packed and decoder is None:
+            decoder = _decoder(coding, packed[0])
         for part in _parts(decoder, packed, coding):
             num_unpacked += len(part)
             if num_unpacked > max(_FREE_BYTES, MAX_RATIO * num_packed):
                 raise BodyTooLargeError(f"The body unpacks to more than {MAX_RATIO} times its size: send it plain.")
             yield part
             await time_slice.rest()
-    if not decoder.eof:
+    if decoder is None or not decoder.eof:
         raise InvalidRequestError(f"The {coding} body ends before its last byte.")
 
 
-def _decoder(coding: str) -> Any:
-    """Return an object with `decompress(data, max_length)`, `eof` and `unused_data`."""
+def _decoder(coding: str, first: int) -> Any:
+    """Return an object with `decompress(data, max_length)`, `eof` and `unused_data`, by the first byte of a body."""
     if coding != "zstd":
-        return zlib.decompressobj(31 if coding == "gzip" else 15)
+        return zlib.decompressobj(31 if coding == "gzip" else 15 if first & 15 == 8 else -15)
     from backports.zstd import DecompressionParameter, ZstdDecompressor  # few clients send it
 
     return ZstdDecompressor(options={DecompressionParameter.window_log_max: _MAX_WINDOW_LOG})

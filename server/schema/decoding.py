@@ -158,6 +158,8 @@ async def read_json(
             message = f"The body holds half of a surrogate pair, {half[0].decode()}: send whole characters."
             raise InvalidRequestError(message) from None
         why = "it is UTF-16, or begins with a byte order mark: send UTF-8" if _OTHER_TEXT.match(body) else error
+        if body.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
+            why = "it is compressed, so it needs a content-encoding: gzip or zstd"
         raise InvalidRequestError(f"The body is not valid JSON: {why}.") from None
     except RecursionError:
         raise InvalidRequestError("The body is nested too deeply.") from None

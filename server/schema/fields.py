@@ -150,7 +150,7 @@ class Message(Struct, kw_only=True):
         for index, call in enumerate(self.tool_calls or ()):
             if (call.custom if call.type == "custom" else call.function) is None:
                 raise invalid(f"{field}.tool_calls[{index}].{call.type or 'function'}", "is required")
-        if self.role == "tool" and not self.tool_call_id:
+        if self.role == "tool" and self.tool_call_id is None:
             raise invalid(f"{field}.tool_call_id", "is required in a tool message")
 
     def with_thoughts(self) -> Message:

@@ -39,6 +39,7 @@ _TYPES: Final[dict[str, bool | None]] = {
     **dict.fromkeys(("adaptive", "auto", "between_tools"), None),
 }
 """None: the template decides."""
+_BOOLEANS: Final[Mapping[str, Any]] = {"true": True, "false": False, "True": True, "False": False}
 _PARTS: Final = ("type", "enabled", "effort", "thinking_level", "budget_tokens", "max_tokens", "thinking_budget")
 """The keys of an object that hold a wish."""
 
@@ -93,10 +94,13 @@ class Wishes:
         else:
             raise invalid(field, "takes true, false, an effort, a number of tokens, or an object with one of them")
 
-    def add_switches(self, switches: Mapping[str, Any]) -> None:
+    def add_switches(self, switches: Mapping[str, Any], place: str = "") -> None:
         """Add the wishes in the switches of a template."""
-        for name, value in switches.items():
-            field = f"chat_template_kwargs.{name}"
+        for name, given in switches.items():
+            field, value = (
+                f"{place}chat_template_kwargs.{name}",
+                _BOOLEANS.get(given, given) if isinstance(given, str) else given,
+            )
             is_number = isinstance(value, int) and not isinstance(value, bool)
             toggles = [value == on for toggle, on, off in TOGGLES if toggle == name and value in (on, off)]
             if (name in EFFORT_NAMES and value in EFFORTS) or (name in BUDGET_NAMES and is_number):
@@ -104,17 +108,27 @@ class Wishes:
             elif toggles:
                 self._set("thinks", toggles[0], field)
             else:
+                self.unread += [field] if place else []
                 continue
             self.switches.add(name)
 
-    def add_words(self, fields: Mapping[str, Any]) -> None:
-        """Add the wishes in words of a chat's body. Raises InvalidRequestError."""
+    def add_words(self, fields: Mapping[str, Any], place: str = "") -> None:
+        """Add the wishes in words of a chat's body, also in an `extra_body`, which SDKs do not send as such.
+
+        Raises InvalidRequestError.
+        """
         for name in WORDS:
-            value, path = fields.get(name), name
-            keys = {"extra_body": ("google", "thinking_config"), "google": ("thinking_config",)}.get(name, ())
-            for key in keys:
-                value, path = value.get(key) if isinstance(value, Mapping) else None, f"{path}.{key}"
-            if value is not None:
+            value, path = fields.get(name), place + name
+            if name == "google":
+                value, path = (
+                    value.get("thinking_config") if isinstance(value, Mapping) else None,
+                    f"{path}.thinking_config",
+                )
+            if name == "extra_body" and isinstance(value, Mapping) and not place:
+                self.add_words(value, "extra_body.")
+                if isinstance(switches := value.get("chat_template_kwargs"), Mapping):
+                    self.add_switches(switches, "extra_body.")
+            elif value is not None and name != "extra_body":
                 self.add(value, path)
 
     def _set(self, part: str, value: Any, field: str) -> None:

@@ -176,6 +176,14 @@ async def test_a_wrong_body_of_responses_at_chats_is_named(worker: ScriptedWorke
         assert (await post(target.url, chat(tools=[tool])))[0] == 200
 
 
+async def test_an_empty_id_of_a_call_is_an_id(worker: ScriptedWorker) -> None:
+    """Servers without ids have given it, and their clients send it back."""
+    call = {"id": "", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "", "content": "x"}]
+    async with gateway(worker) as target:
+        assert (await post(target.url, chat(messages=said)))[0] == 200
+
+
 async def test_a_type_of_null_is_an_absent_one(worker: ScriptedWorker) -> None:
     """The official SDK dumps it so."""
     function = {"name": "f", "arguments": "{}"}

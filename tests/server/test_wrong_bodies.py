@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -177,6 +178,8 @@ async def test_a_wrong_body_is_refused_with_its_field_and_a_remedy(worker: Scrip
         for text in ('{"model": "tiny"}'.encode(f"utf-16{end}") for end in ("", "-le", "-be")):
             status, _, raw = await post(target.url, text, path)
             assert (status, "send UTF-8" in error_of(raw, path)["message"]) == (400, True), raw
+        status, _, raw = await post(target.url, gzip.compress(b"{}"), path)
+        assert (status, "needs a content-encoding" in error_of(raw, path)["message"]) == (400, True), raw
         status, _, raw = await post(target.url, {**SMALL[path], "model": "gpt-9"}, path)
         assert status == 404, raw
         assert "GET /v1/models lists: tiny" in error_of(raw, path)["message"]

@@ -87,6 +87,7 @@ def test_names_without_effect_are_named() -> None:
         ({"thinking_budget": -1}, Wish(thinks=True)),
         ({"reasoning": {"max_tokens": 5, "effort": "low"}}, Wish("low", thinks=True, budget=5)),
         ({"extra_body": {"google": {"thinking_config": {"thinking_budget": 0}}}}, Wish(thinks=False)),
+        ({"extra_body": {"chat_template_kwargs": {"thinking": "false"}, "think": "low"}}, Wish("low", thinks=False)),
         ({"extra_body": {"other": 1}, "google": "x", "chat_template_kwargs": {"thinking": "x"}}, Wish()),
     ],
 )
