@@ -74,10 +74,15 @@ async def grammar_schema(given: Node, param: str, *, strict: bool, name: str = "
         if (target := references.target(node)) is not None:
             nodes += await references.add(*target)
         await time_slice.rest()
+    refers = False
     for path, node in nodes:
-        if isinstance(node.get("$ref"), str) and references.target(node) is None:
-            relax(path, node, "$ref")
+        if isinstance(node.get("$ref"), str):
+            refers = True
+            if references.target(node) is None:
+                relax(path, node, "$ref")
         await time_slice.rest()
+    if not refers:
+        del schema["$id"]
     return GrammarSchema(schema, tuple(relaxed))
 
 
