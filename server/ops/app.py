@@ -159,9 +159,7 @@ class OpsApi:
         `?tenant=NAME` uses that tenant's cache.
         """
         body = await request.body()
-        fields = await read_json(body, msgspec.json.decode)
-        if not isinstance(fields, dict):
-            raise InvalidRequestError("The body must be a chat or a completion request.")
+        fields = await read_json(body, _BODY.decode)
         path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
         tenant = request.query_params.get("tenant", DEFAULT_TENANT)
         prepared = await self.overview.api.endpoints[path].prepared(path, body, self.identity_for(tenant))

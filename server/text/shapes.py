@@ -131,9 +131,9 @@ def repaired(shapes: Shapes, turns: Iterable[Turn], *, has_tools: bool) -> tuple
     return repairing, tuple(found)
 
 
-def filled(tool: Mapping[str, Any], parameters: str = "parameters") -> dict[str, Any]:
-    """Return a function as a tool, with a description and parameters, whose field has the given name."""
-    absent = {"description": "", parameters: {"type": "object", "properties": {}}}
+def filled(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function as a tool, with a description and parameters."""
+    absent = {"description": "", "parameters": {"type": "object", "properties": {}}}
     return {**tool, **{name: value for name, value in absent.items() if tool.get(name) is None}}
 
 

@@ -109,7 +109,6 @@ class Fleet:
         targets: Sequence[str] = (),
         cluster_secret: bytes = b"",
         networks: WorkerNetworks | None = None,
-        forget_s: float = FORGET_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`targets`: base URLs of workers, or dns:NAME:PORT for every address of a name."""
@@ -120,7 +119,6 @@ class Fleet:
         self._targets = targets
         self._cluster_secret = cluster_secret
         self._networks = networks or WorkerNetworks()
-        self._forget_s = forget_s
         self._clock = clock
         self._workers: dict[WorkerId, FleetWorker] = {}
         self._verifier = MemberVerifier(cluster_secret, self._networks)
@@ -347,7 +345,7 @@ class Fleet:
         """Drop workers that left the registry and have had no lease and no answer for long."""
         registered = {member.worker_id for member in self._index.members()}
         for worker_id, worker in list(self._workers.items()):
-            if worker_id not in registered and worker.silent_s > self._forget_s:
+            if worker_id not in registered and worker.silent_s > FORGET_S:
                 del self._workers[worker_id]
                 logger.info("worker %s is forgotten", worker_id)
 
