@@ -50,6 +50,33 @@ class Node:
     stop: int = 0
     """Where a hit stops whose match ends with this block, in tokens; 0 for an engine without ends (`groups.py`)."""
 
+    def locate(self, event: BlockStored, position: int, parent: Node | None, block_size: int) -> None:
+        """Take root and hashes from the parent and from this block of an event, if tokens and root identify it.
+
+        `parent`: None for the first block of a prompt.
+        """
+        size, keys, num_blocks = event.block_size, event.extra_keys, len(event.block_hashes)
+        if len(event.token_ids) != size * num_blocks or (keys and len(keys) != num_blocks):
+            return
+        own_keys = keys[position] if keys else None
+        if parent is None:
+            root, own_keys = _salt(own_keys, event)
+            parent = Node(b"", is_orphan=False, root=root, last=root)
+        entries = _entries(own_keys, event.lora_name, size)
+        if parent.root is None or parent.last is None or entries is None:
+            return
+        begin = len(parent.tail)
+        tokens = [*parent.tail, *event.token_ids[position * size : (position + 1) * size]]
+        media = [*parent.tail_media, *[MediaStart(name, begin + offset) for name, offset in entries if offset >= 0]]
+        self.root, self.adapter = parent.root, None if event.cache_salt is None else event.lora_name
+        self.num_tokens = parent.num_tokens + size
+        self.hashes = hash_chain(parent.last, tokens, block_size, media)
+        self.last = self.hashes[-1] if self.hashes else parent.last
+        done = len(self.hashes) * block_size
+        self.tail = tokens[done:] or ()
+        tail = [MediaStart(each.identity, each.position - done) for each in media if each.position >= done]
+        self.tail_media = tail or ()
+
     def later_hashes(self) -> list[BlockHash]:
         """Return the hashes whose stops depend on this block's: its own, and those inside the next blocks."""
         return [*self.hashes, *(block_hash for child in self.children or () for block_hash in child.hashes)]
@@ -60,83 +87,6 @@ class Node:
         if is_end:
             return self.stop
         return 0 if self.parent is None else self.parent.stop
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The hashes of our blocks that end inside the blocks of one event, from position `first` up to `end`."""
-
-    root: BlockHash
-    tokens: list[int]
-    """The parent's tail, and the tokens of the named blocks."""
-    media: list[MediaStart]
-    """The media that begin in `tokens`, by their positions in it."""
-    hashes: list[BlockHash]
-    """The parent's last hash, and the hashes of `tokens`."""
-    first: int
-    end: int
-    num_tail: int
-    num_before: int
-    """The tokens before the first of these blocks."""
-    engine_block_size: int
-    block_size: int
-    adapter: str | None = None
-    """`Node.adapter`."""
-
-    @classmethod
-    def of(cls, event: BlockStored, first: int, parent: Node | None, is_orphan: bool, block_size: int) -> Names:
-        """Name the blocks of an event from position `first` that tokens and root identify."""
-        num_blocks, size = len(event.block_hashes), event.block_size
-        keys = event.extra_keys or (None,) * num_blocks
-        if is_orphan or len(event.token_ids) != size * num_blocks or len(keys) != num_blocks:
-            return _NO_NAMES
-        media: list[MediaStart] = []
-        if parent is not None:
-            root, own_keys = parent.root, keys[first]
-            last, tail, media = parent.last, parent.tail, [*parent.tail_media]
-        else:
-            root, own_keys = _salt(keys[first], event)
-            last, tail = root, ()
-        if root is None or last is None:
-            return _NO_NAMES
-        end = first
-        while end < num_blocks:
-            entries = _entries(own_keys if end == first else keys[end], event.lora_name, size)
-            if entries is None:
-                break
-            begin = len(tail) + (end - first) * size
-            media += [MediaStart(identity, begin + offset) for identity, offset in entries if offset >= 0]
-            end += 1
-        if end == first:
-            return _NO_NAMES
-        tokens = [*tail, *event.token_ids[first * size : end * size]]
-        hashes = [last, *hash_chain(last, tokens, block_size, media)]
-        num_before = 0 if parent is None else parent.num_tokens
-        adapter = None if event.cache_salt is None else event.lora_name
-        return cls(root, tokens, media, hashes, first, end, len(tail), num_before, size, block_size, adapter)
-
-    def assign(self, node: Node, position: int) -> None:
-        """Give the node at a position of the event its hashes, if it is in the named range."""
-        if position >= self.end:
-            return
-        begin = self.num_tail + (position - self.first) * self.engine_block_size
-        end = begin + self.engine_block_size
-        # The first block completes a block that its parent's tail began; the tail is everything before `begin`.
-        num_before, num_done = begin // self.block_size, end // self.block_size
-        done = num_done * self.block_size
-        node.root, node.adapter = self.root, self.adapter
-        node.num_tokens = self.num_before + end - self.num_tail
-        node.hashes = self.hashes[num_before + 1 : num_done + 1]
-        node.last = self.hashes[num_done]
-        node.tail = self.tokens[done:end] if end % self.block_size else ()
-        node.tail_media = (
-            ()
-            if not node.tail
-            else [MediaStart(each.identity, each.position - done) for each in self.media if done <= each.position < end]
-        )
-
-
-_NO_NAMES: Final = Names(BlockHash(bytes(HASH_BYTES)), [], [], [], 0, 0, 0, 0, 1, 1)
 
 
 def _salt(keys: _Keys, event: BlockStored) -> tuple[BlockHash | None, _Keys]:

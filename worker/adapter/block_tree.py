@@ -11,17 +11,95 @@ ancestor. A name that comes after two different parents does not identify its pr
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
-from worker.adapter.block_names import Names, Node
-from worker.adapter.holders import BlockHolders
-from worker.adapter.kv_events import EngineHash
+from cache.events import BlockEvent, Removed, Stops, Stored
+from cache.types import BlockHash
+from worker.adapter.block_names import Node
+from worker.adapter.kv_events import BlockStored, EngineHash
+
+
+class BlockHolders:
+    """The nodes that hold each block of Headstart's, and an event for each change. Owned by `EngineBlocks`.
+
+    Mostly it is one. Several hold it if they have the same tokens under different names of the engine. A block is
+    stored with its first holder and removed with its last.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[BlockEvent] = []
+        self.published: dict[BlockHash, Node | set[Node]] = {}
+        """The published blocks and their holders, in the order of storing, so parents come first."""
+        self.stops: dict[BlockHash, int] = {}
+        """For a match that ends with this block: the number of blocks of its hit, if not 0. Empty without ends."""
+        self._new: set[BlockHash] | None = None
+        """Blocks whose stop is not published yet; None for an engine without ends."""
+
+    def of(self, block_hash: BlockHash) -> list[Node]:
+        """Return the holders of a block."""
+        found = self.published.get(block_hash, ())
+        return [found] if isinstance(found, Node) else list(found)
+
+    def add_holder(self, block_hash: BlockHash, node: Node) -> None:
+        found = self.published.get(block_hash)
+        if isinstance(found, set):
+            found.add(node)
+        elif found is not None:
+            self.published[block_hash] = {found, node}
+        else:
+            self.published[block_hash] = node
+            if self._new is not None:
+                self._new.add(block_hash)
+            self._events.append(Stored(block_hash))
+
+    def remove_holder(self, block_hash: BlockHash, node: Node) -> None:
+        found = self.published[block_hash]
+        if isinstance(found, set) and len(found) > 1:
+            found.remove(node)
+            return
+        del self.published[block_hash]
+        self.stops.pop(block_hash, None)
+        self._events.append(Removed(block_hash))
+
+    def publish_stops(self, moved: Iterable[Node], block_size: int) -> None:
+        """Add an event for each block whose stop has changed. `moved`: the nodes whose own stops have changed."""
+        new = set(self.published) if self._new is None else self._new
+        new.update(block_hash for node in moved if node.is_visible for block_hash in node.later_hashes())
+        for block_hash in new:
+            if block_hash in self.published:
+                num_blocks = min(node.stop_at(block_hash, block_size) for node in self.of(block_hash)) // block_size
+                if num_blocks != self.stops.get(block_hash, 0):
+                    self._events.append(Stops(block_hash, num_blocks))
+                self.stops[block_hash] = num_blocks
+                if not num_blocks:
+                    del self.stops[block_hash]
+        self._new = set()
+
+    def remove_all(self) -> None:
+        """Remove every holder, with events."""
+        self._events += [Removed(block_hash) for block_hash in reversed(self.published)]
+        self._forget()
+
+    def clear(self) -> None:
+        """Remove every holder, and drop all events."""
+        self._events = []
+        self._forget()
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _forget(self) -> None:
+        self.published = {}
+        self.stops = {}
+        self._new = None if self._new is None else set()
 
 
 class BlockTree:
     """The nodes of one engine, by the engine's names. Owned by `EngineBlocks`."""
 
-    def __init__(self, holders: BlockHolders, max_names: int) -> None:
+    def __init__(self, holders: BlockHolders, block_size: int, max_names: int) -> None:
         """`holders` receives our blocks of each node that becomes visible or invisible."""
         self.num_held = 0
         """Held nodes of any kind."""
@@ -32,6 +110,7 @@ class BlockTree:
         self.num_walked = 0
         """Nodes visited since the owner reset this."""
         self._holders = holders
+        self._block_size = block_size
         self._max_names = max_names
         self._nodes: dict[EngineHash, Node] = {}
         self._idle: OrderedDict[Node, None] = OrderedDict()
@@ -52,7 +131,7 @@ class BlockTree:
         node = self._nodes[key] = Node(key, is_orphan)
         return node
 
-    def locate(self, node: Node, parent: Node | None, is_orphan: bool, names: Names, position: int) -> None:
+    def locate(self, node: Node, parent: Node | None, is_orphan: bool, event: BlockStored, position: int) -> None:
         """Give a node its parent and its hashes, if its root is known. A node without a root may get one later."""
         was_held = node.is_held
         if was_held:
@@ -66,7 +145,8 @@ class BlockTree:
                     parent.children = set()
                 parent.children.add(node)
         node.is_orphan = is_orphan
-        names.assign(node, position)
+        if not is_orphan:
+            node.locate(event, position, parent, self._block_size)
         if self._located is not None:
             self._located.add(node)
         self._set_held(node, was_held)

@@ -2,8 +2,8 @@
 
 The engine names its blocks by hashes of its own and lists the tokens in them. Every engine block gets a node
 (`block_tree.py`), with the hashes of our blocks that end inside it (`block_names.py`). So any engine block size works
-with any block size of the index. The hashes of visible nodes with a known root are published (`holders.py`). They are
-a prefix-closed set.
+with any block size of the index. The hashes of visible nodes with a known root are published. They are a prefix-closed
+set.
 
 A model with windows or states has further KV groups (`groups.py`). Then each published block also has the position at
 which a hit stops that matches up to it.
@@ -20,10 +20,9 @@ from typing import Final, Literal, NamedTuple
 
 from cache.events import BlockEvent, Stops, Stored
 from cache.types import BlockHash
-from worker.adapter.block_names import Names, Node
-from worker.adapter.block_tree import BlockTree, with_descendants
+from worker.adapter.block_names import Node
+from worker.adapter.block_tree import BlockHolders, BlockTree, with_descendants
 from worker.adapter.groups import KvGroups, PartKind
-from worker.adapter.holders import BlockHolders
 from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 MIN_WALKED: Final = 100_000  # see WALKS_PER_NODE; a small tree has this allowance
@@ -66,7 +65,7 @@ class EngineBlocks:
         """Batches applied so far: the clock of `remove_missing`."""
         self._block_size = block_size
         self._holders = BlockHolders()
-        self.tree = BlockTree(self._holders, max_names)
+        self.tree = BlockTree(self._holders, block_size, max_names)
         self._groups = KvGroups(self.tree, drops_last_block=drops_last_block, expected=expected_parts)
         self._num_prompts = self._counted_at = 0
 
@@ -187,7 +186,6 @@ class EngineBlocks:
         self.engine_block_size = max(self.engine_block_size, event.block_size)
         if event.is_bigram:
             self._groups.drop_last_block()
-        names: Names | None = None
         for position, key in enumerate(event.block_hashes):
             node = self.tree.get(key)
             if node is None:
@@ -195,9 +193,7 @@ class EngineBlocks:
             elif node.root is not None and (node.parent is not parent or is_orphan):
                 self.tree.make_ambiguous(node)
             if node.root is None and not node.is_ambiguous:
-                if names is None:
-                    names = Names.of(event, position, parent, is_orphan, self._block_size)
-                self.tree.locate(node, parent, is_orphan, names, position)
+                self.tree.locate(node, parent, is_orphan, event, position)
             node.stored_at = self.num_batches
             self.tree.hold(node)
             parent = node

@@ -63,19 +63,6 @@ class KvGroup:
     nodes: dict[EngineHash, set[EngineHash]] = field(default_factory=dict)
     """The names of nodes whose runs contain a name that is inside them."""
 
-    @classmethod
-    def unknown(cls) -> KvGroup:
-        """Return a group without an end, for one whose kind is not known yet."""
-        return cls(1, _ALL, False)
-
-    @property
-    def is_unknown(self) -> bool:
-        return self.block_size == 1 and self.num_needed == _ALL and not self.held
-
-    def may_hold(self, name: EngineHash) -> bool:
-        """Return whether the engine may hold a copy, if no event was lost."""
-        return name in self.held or name in self.copies
-
     def record_stored(self, names: Sequence[EngineHash], counted: Sequence[EngineHash]) -> None:
         """Note the names of an event, before those that count are held. Each may be one more copy."""
         first = set(counted).difference(self.held)
@@ -114,12 +101,14 @@ class KvGroups:
     def __init__(self, tree: BlockTree, *, drops_last_block: bool, expected: PartKind | None) -> None:
         """`drops_last_block`: the engine computes the last block of a match again (EAGLE, MTP).
 
-        `expected`: a kind of group that the model must have: without its blocks, there is no end.
+        `expected`: a kind of group that the model must have.
         """
         self._tree = tree
         self._drops_last_block = drops_last_block
         self._expected = expected
-        self._groups: dict[int, KvGroup] = {} if expected is None else {_EXPECTED: KvGroup.unknown()}
+        self._groups: dict[int, KvGroup] = {}
+        self._unknown: set[int] = set() if expected is None else {_EXPECTED}
+        """Groups that must exist, whose kind is not known yet: until then, there is no end."""
         self._tree_group: int | None = None
         self._tree_block_size = 1
         self._has_lost_events = False
@@ -138,13 +127,14 @@ class KvGroups:
 
     def expect_no_windows(self) -> None:
         """Stop waiting for a group of windows: the engine keeps the model's windows as full attention."""
-        if self._expected == "windows" and self._groups.pop(_EXPECTED, None) is not None:
+        if self._expected == "windows" and _EXPECTED in self._unknown:
+            self._unknown.remove(_EXPECTED)
             self._has_new_rule = True
 
     @property
     def is_needed(self) -> bool:
         """True if a hit may stop before the end of a match."""
-        return bool(self._groups) or self._drops_last_block or self._expected is not None
+        return bool(self._groups or self._unknown) or self._drops_last_block or self._expected is not None
 
     @property
     def has_states(self) -> bool:
@@ -163,13 +153,11 @@ class KvGroups:
     def is_tree(self, event: BlockStored | BlockRemoved) -> bool:
         """Return whether an event is of the tree's group: the first of full attention."""
         index = event.group_idx or 0
-        if isinstance(event, BlockStored) and self._tree_group is None and _is_full(event):
-            group = self._groups.get(index)
-            if group is None or group.is_unknown:
-                self._tree_group = index
-                self._groups.pop(index, None)
-                self._changed.pop(index, None)
-                self._add_unknown(range(index))
+        is_first = self._tree_group is None and index not in self._groups
+        if is_first and isinstance(event, BlockStored) and _is_full(event):
+            self._tree_group = index
+            self._unknown.discard(index)
+            self._add_unknown(range(index))
         if index == self._tree_group and isinstance(event, BlockStored) and event.block_size > self._tree_block_size:
             self._tree_block_size = event.block_size
             self._has_new_rule = True
@@ -179,12 +167,12 @@ class KvGroups:
         """Apply an event of another group. False: its kind is not known."""
         index = event.group_idx or 0
         group = self._groups.get(index)
-        if group is None or group.is_unknown:
+        if group is None:
             group = KvGroup.of(event)
             if group is None or index == self._tree_group:
                 return False
             self._groups[index] = group
-            self._groups.pop(_EXPECTED, None)
+            self._unknown -= {index, _EXPECTED}
             self._has_new_rule = True
         names: Sequence[EngineHash] = event.block_hashes
         is_whole = len(names) * event.block_size == len(event.token_ids)
@@ -286,10 +274,9 @@ class KvGroups:
 
     def _add_unknown(self, indices: Iterable[int]) -> None:
         """Add the groups that must exist, as the engine numbers its groups from 0."""
-        for index in indices:
-            if index not in self._groups:
-                self._groups[index] = KvGroup.unknown()
-                self._has_new_rule = True
+        new = set(indices) - self._groups.keys() - self._unknown
+        self._unknown |= new
+        self._has_new_rule |= bool(new)
 
     def _without_report(self, group: KvGroup, names: Sequence[EngineHash]) -> Sequence[EngineHash]:
         """Return which names of an event that begins a prompt are held for sure.
@@ -298,7 +285,8 @@ class KvGroups:
         prefix, also those that this group does not hold. It ends at an end, so the group holds the last ones.
         """
         last = names[max(0, len(names) - group.num_needed) :]
-        return last if self._has_lost_events or all(map(group.may_hold, last)) else names
+        may_be_held = all(name in group.held or name in group.copies for name in last)
+        return last if may_be_held or self._has_lost_events else names
 
     def _link(self, group: KvGroup, names: Sequence[EngineHash]) -> None:
         """Note the order of names of adjacent blocks."""
@@ -362,7 +350,7 @@ class KvGroups:
         """Return the last end at or before a node."""
         end = node.num_tokens - margin
         before = 0 if node.parent is None else node.parent.stop
-        if end <= 0 or end % step or step > _MAX_STEP:
+        if end <= 0 or end % step or step > _MAX_STEP or self._unknown:
             return before
         runs = node.runs or {}
         for index, group in self._groups.items():
