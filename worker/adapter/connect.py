@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -259,9 +260,7 @@ async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
             raise ValueError(f"--engine-url: {error}") from error
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if engine_ids != ids:
-            pairs = enumerate(zip(engine_ids, ids, strict=False))
-            shorter = min(len(engine_ids), len(ids))
-            first = next((at for at, (engine_id, own_id) in pairs if engine_id != own_id), shorter)
+            first = next(at for at, pair in enumerate(zip_longest(engine_ids, ids)) if pair[0] != pair[1])
             raise ValueError(
                 f"--tokenizer: the engine's token ids differ from those of this tokenizer from position {first} of a"
                 f" probe text on; name the folder or Hugging Face id of the engine's own tokenizer"

@@ -185,11 +185,7 @@ class _Listener:
         self._running = asyncio.create_task(self._subscriber.run())
 
     def _hear(self, event: str, batch: EventBatch | None) -> None:
-        if event == "gap":
-            self.blocks.forget_held()
-        elif event == "restart":
-            self.blocks.clear()
-        elif batch is not None:
+        if batch is not None:
             self.blocks.apply(batch.events)
             for each in batch.events:
                 if isinstance(each, BlockStored) and each.parent_block_hash is None and each.token_ids:

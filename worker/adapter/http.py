@@ -19,6 +19,8 @@ from worker.adapter.api import EngineApi, EngineLostError, EngineModel, EngineRe
 from worker.common.http_client import HttpConnection
 
 CALL_TIMEOUT_S: Final = 5.0  # for questions that an engine answers without a step
+_CLOSING_S: Final = 0.05
+"""Time until the ends of connections that the engine has closed are known."""
 CONNECT_TIMEOUT_S: Final = 5.0  # a lost SYN packet is sent again after 1 s and 3 s
 KEEPALIVE_S: Final = 3.0
 """Engines close idle connections (vLLM after 5 s). This side closes first, so no request meets a closed one."""
@@ -53,13 +55,14 @@ class EngineServer(EngineApi):
         self._open: set[_EngineConnection] = set()
 
     async def call(
-        self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S
+        self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S, num_tries: int = 1
     ) -> tuple[int, bytes]:
         """Return the status and the body of an answer; an error body may be truncated.
 
-        A GET is sent again if its connection ends without an answer: the engine may have closed an idle one.
+        It is sent again if its connection ends without an answer, in `num_tries` all together. A GET is sent twice: the
+        engine may have closed an idle connection.
         """
-        for is_repeatable in (method == "GET", False):
+        for tries_left in reversed(range(2 if method == "GET" else num_tries)):
             try:
                 async with asyncio.timeout(timeout_s), self._asked(method, path, body) as connection:
                     status = await connection.head()
@@ -68,8 +71,9 @@ class EngineServer(EngineApi):
             except TimeoutError as error:
                 raise EngineLostError(self._why(error)) from error
             except EngineLostError as error:
-                if not (is_repeatable and error.closed):
+                if not (tries_left and error.closed):
                     raise
+            await asyncio.sleep(_CLOSING_S)
         if status == 200 and len(answer) > _MAX_ANSWER_BYTES:
             raise AnswerTooLongError
         return status, answer

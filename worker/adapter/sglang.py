@@ -36,23 +36,18 @@ _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
 _RENDER_TIMEOUT_S: Final = 60.0  # the prompt may have megabytes
 _CONVERSATION: Final = ({"role": "user", "content": "Hi"},)
-_SENT: Final = frozenset(
+_REFUSED: Final = frozenset(
     {
-        *("chat_template_kwargs", "continue_final_message", "ebnf", "frequency_penalty", "ignore_eos", "images_config"),
-        *("logit_bias", "logprobs", "max_completion_tokens", "max_dynamic_patch", "max_tokens", "messages"),
-        *("min_dynamic_patch", "min_p", "min_tokens", "mm_processor_kwargs", "n", "no_stop_trim"),
-        *("parallel_tool_calls", "presence_penalty", "reasoning_effort", "regex", "repetition_penalty"),
-        *("response_format", "return_cached_tokens_details", "return_flat_raw_output_top_logprobs"),
-        *("return_flat_raw_top_logprobs_b64", "return_hidden_states", "return_input_ids_in_sglext", "return_meta_info"),
-        *("return_output_ids_in_sglext", "return_prompt_token_ids", "return_routed_experts", "return_sampling_mask"),
-        *("return_spec_tokens_details", "routed_experts_start_len", "sampling_logprobs_mode", "seed"),
-        *("separate_reasoning", "skip_special_tokens", "stop", "stop_regex", "stop_token_ids", "stream"),
-        *("stream_options", "stream_reasoning", "task", "temperature", "thinking", "tool_choice", "tools", "top_k"),
-        *("top_logprobs", "top_p", "use_audio_in_video", "user", "video_config", "watermark"),
+        *("add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "chat_template"),
+        *("documents", "echo", "include_reasoning", "include_stop_str_in_output", "length_penalty"),
+        *("logprob_token_ids", "media_io_kwargs", "mm_payload", "prompt_logprobs", "repetition_detection"),
+        *("request_id", "return_mm_kwargs", "return_prompt_text", "return_token_offsets", "return_tokens_as_token_ids"),
+        *("routed_experts_prompt_start", "session_id", "spaces_between_special_tokens", "stream_interval"),
+        *("structured_outputs", "truncate_prompt_tokens", "truncation_side", "vllm_xargs", "watermarking"),
     }
 )
-"""Fields of SGLang 0.5.23. Others may address adapters, ranks, caches, other hosts or code."""
-_NOT_SENT: Final = frozenset(
+"""Fields that gateways send on, and that SGLang 0.5.23 would ignore. Its `session_id` addresses a cache."""
+_DROPPED: Final = frozenset(
     {
         *("cache_control", "cache_salt", "metadata", "modalities", "model", "prediction", "priority"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "return_token_ids"),
@@ -202,12 +197,12 @@ def chat_body(request: GenerateRequest, request_id: str, rank: int | None) -> di
 
 
 def _body_of(call: EngineCall) -> dict[str, Any]:
-    """Return the client's body. Raises EngineRefusedError for a field that is not a client's."""
+    """Return the client's body. Raises EngineRefusedError for a field that the engine does not have."""
     body: dict[str, Any] = dict(decode_body(call.body))
     for name, value in body.items():
-        if name not in _SENT | _NOT_SENT and bytes(value) != b"null":
-            raise EngineRefusedError(400, f"{name:.64}: not sent on to this engine: leave it out", f"{name:.64}")
-    return {name: value for name, value in body.items() if name in _SENT}
+        if name in _REFUSED and bytes(value) != b"null":
+            raise EngineRefusedError(400, f"{name}: not sent on to this engine: leave it out", name)
+    return {name: value for name, value in body.items() if name not in _REFUSED | _DROPPED}
 
 
 def _block_size(info: dict[str, Any]) -> int:

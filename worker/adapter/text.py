@@ -5,7 +5,6 @@ The gateway decides on the prompt's ids and the salt. Everything else in a body 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -21,9 +20,8 @@ from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
 
 COMPLETIONS: Final = "/v1/completions"
 _RENDER_TIMEOUT_S: Final = 60.0  # images have to be read, and prompts of megabytes
-_RENDER_ATTEMPTS: Final = 3  # a request that ends three connections has caused the faults itself
-_CLOSING_S: Final = 0.05
-"""Time until the ends of connections that the engine has closed are known."""
+_RENDER_TRIES: Final = 3
+"""vLLM closes connections after a fault of its own, as for a bomb. What ends three has caused the faults itself."""
 _IMAGES: Final = frozenset({"image", "vision_chunk"})
 """vLLM's names for them."""
 _ABSENT: Final = frozenset({404, 405, 501})
@@ -123,7 +121,7 @@ class TextServer(EngineServer):
         """Return the engine's own ids of a call's prompts. Raises EngineLostError, EngineRefusedError."""
         # Without its processed images, which take megabytes.
         body = await self._with_model(call, "") | {"mm_payload": "none"}
-        status, answer = await self._post_render(call.path, body)
+        status, answer = await self.call("POST", f"{call.path}/render", body, _RENDER_TIMEOUT_S, _RENDER_TRIES)
         if status != 200:
             raise refused(status, answer)
         with understood(f"{call.path}/render"):
@@ -132,17 +130,6 @@ class TextServer(EngineServer):
             media = tuple([() if prompt.features is None else prompt.features.starts() for prompt in prompts])
         lengths = tuple(max(0, prompt.sampling_params.max_tokens or 0) for prompt in prompts)
         return Rendered(tuple(prompt.token_ids for prompt in prompts), lengths, media if any(media) else ())
-
-    async def _post_render(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        """Post it again if the engine closes the connection: vLLM does so after a fault of its own, as for a bomb."""
-        for attempts_left in reversed(range(_RENDER_ATTEMPTS)):
-            try:
-                return await self.call("POST", f"{path}/render", body, _RENDER_TIMEOUT_S)
-            except EngineLostError as error:
-                if not (error.closed and attempts_left):
-                    raise
-            await asyncio.sleep(_CLOSING_S)
-        raise AssertionError
 
     async def takes_images(self) -> bool:
         """Return whether the engine renders an image in a chat."""

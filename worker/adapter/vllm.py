@@ -122,19 +122,14 @@ class VllmApi(TextServer):
             return msgspec.convert(without_neutral(defaults), SamplingDefaults, strict=False)
 
     async def event_source(self) -> EventSource | None:
-        sources = await self._event_sources()
+        sources: dict[str, Any] = {}
+        with contextlib.suppress(EngineRefusedError):  # a version without this call
+            sources = await self.json("GET", "/kv_event_sources") or {}
         with understood("/kv_event_sources"):
             source = sources.get(str(self._rank)) if self._rank is not None else next(iter(sources.values()), None)
             if source is None or source.get("publisher") != "zmq":
                 return None
             return EventSource(source["endpoint"], source.get("replay_endpoint"), source.get("topic") or "")
-
-    async def _event_sources(self) -> dict[str, Any]:
-        """Return each rank's source of events; empty for a version without this call."""
-        try:
-            return await self.json("GET", "/kv_event_sources") or {}
-        except EngineRefusedError:
-            return {}
 
     async def reset(self) -> None:
         try:

@@ -18,6 +18,7 @@ from server.schema.field_table import IGNORED, REFUSED_FIELDS, SENT_FIELDS, SENT
 from server.schema.fields import RequestFields
 from tests.server.api.engine_worker import EngineWorker, engine_gateway
 from tests.server.test_app import MESSAGES, chat, post
+from worker.adapter.sglang import _DROPPED, _REFUSED
 
 ENGINES: Final = tomllib.loads((Path(__file__).parents[2] / "data" / "engine_fields.toml").read_text())
 PATHS: Final = {
@@ -87,6 +88,8 @@ async def test_servers_of_tools_are_left_out_and_named(engines: list[EngineWorke
 def test_published_fields_of_sglang_are_sent_on_with_chats() -> None:
     for name in ENGINES["sglang"]["chat"]:
         assert _is_sent("/v1/chat/completions", name) != (name in SGLANG_REFUSED), name
+    sent = {*SENT_FIELDS["/v1/chat/completions"], *RequestFields.__struct_fields__}
+    assert sent.difference(ENGINES["sglang"]["chat"], _DROPPED) | {"session_id"} == _REFUSED  # by its adapter
 
 
 @pytest.mark.parametrize("path", SENT_FIELDS)

@@ -33,8 +33,6 @@ from worker.wire import (
     Finished,
     Frame,
     GenerateRequest,
-    Rendered,
-    SamplingDefaults,
     SamplingParams,
     Started,
     TokenizerBundle,
@@ -228,7 +226,7 @@ class Call:
         self.say(EnginePart(b"{}", num_cached_tokens=num_cached_tokens), None)
 
 
-class ScriptedApi:
+class ScriptedApi(EngineApi):
     """An EngineApi that a test controls."""
 
     kind = "vllm"
@@ -260,9 +258,6 @@ class ScriptedApi:
     async def version(self) -> str:
         return "0"
 
-    async def precision(self) -> str:
-        return ""
-
     async def model(self) -> EngineModel:
         return EngineModel(self.model_name, "tiny", 4096, self.loras)
 
@@ -275,9 +270,6 @@ class ScriptedApi:
     async def is_healthy(self) -> bool:
         return self.healthy
 
-    async def tokenize(self, text: str) -> list[int]:
-        return []
-
     async def is_paused(self) -> bool:
         return self.paused
 
@@ -285,18 +277,6 @@ class ScriptedApi:
         self.num_probes += 1
         await self.works.wait()
         return 0
-
-    async def sampling_defaults(self) -> SamplingDefaults | None:
-        return None
-
-    async def event_source(self) -> EventSource | None:
-        return None
-
-    async def drops_last_block(self) -> bool:
-        return False
-
-    async def index_problem(self) -> str | None:
-        return None
 
     async def reset(self) -> None:
         self.num_resets += 1
@@ -316,12 +296,6 @@ class ScriptedApi:
 
     async def text_apis(self) -> tuple[str, ...]:
         return ("/v1/completions",)
-
-    async def render(self, call: EngineCall) -> Rendered:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        pass
 
 
 def write_tokenizer(folder: Path) -> Path:

@@ -18,7 +18,7 @@ from tests.server.scripted_worker import listening
 from tests.waiting import until
 from tests.worker.adapter import rig as rig_module
 from tests.worker.adapter.rig import BLOCK, ROOT, Rig, running, token_ids
-from worker.adapter.api import EnginePart, EngineRefusedError
+from worker.adapter.api import EnginePart
 from worker.adapter.connect import connect
 from worker.adapter.health import facts_of
 from worker.adapter.sglang import SglangApi, chat_body
@@ -148,14 +148,6 @@ async def test_chats_by_ready_ids(engine_folder: Path) -> None:
         assert [part.token_ids for part in parts] == [()] * 5, "SGLang gives none in streams"
         assert parts[-1].num_cached_tokens == 0
         await api.close()
-
-
-@pytest.mark.parametrize("name", ["input_ids", "lora_path", "session_params", "bootstrap_host", "extra_key", "rid"])
-async def test_a_field_of_the_gateway_is_refused(name: str) -> None:
-    request = chat(**{name: "x"})
-    with pytest.raises(EngineRefusedError, match=name) as caught:
-        chat_body(request, "r", None)
-    assert (caught.value.status, caught.value.param) == (400, name)
 
 
 def test_the_rest_of_a_chat() -> None:
