@@ -43,10 +43,11 @@ class PublicApi:
         self.services = endpoint
         self._live_workers = live_workers
         self._models = endpoint.models
+        self._chats = ChatEndpoint(endpoint)
         self._messages = MessagesEndpoint(endpoint)
         self._responses = ResponsesEndpoint(endpoint)
         self.endpoints: dict[str, GenerateEndpoint] = {
-            "/v1/chat/completions": ChatEndpoint(endpoint),
+            "/v1/chat/completions": self._chats,
             "/v1/completions": CompletionEndpoint(endpoint),
             RESPONSES_PATH: self._responses,
             MESSAGES_PATH: self._messages,
@@ -56,7 +57,7 @@ class PublicApi:
         """The endpoints that run a model, by path; all take POST."""
 
     def routes(self) -> list[Route]:
-        models, texts = ModelsApi(self._models), TokenizeApi(self.services)
+        models, texts = ModelsApi(self._models), TokenizeApi(self.services, self._chats)
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()),
             Route(f"{MESSAGES_PATH}/count_tokens", self._messages.count, methods=["POST"]),

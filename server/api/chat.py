@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.endpoint import EndpointServices, GenerateEndpoint, PreparedRequest
+from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import (
     ChunkFormatter,
     LazyJson,
@@ -54,6 +54,7 @@ from server.text.formats import CALL_LIST
 from server.text.formats.reasoning import THINK
 from server.text.output_parser import ChoiceMessage, OutputRules, ReasoningStart
 from server.text.template_input import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
+from worker.common.capabilities import CHAT as CHAT_PATH
 
 RequestT = TypeVar("RequestT", bound=ModelFields)
 _INPUT: Final = re.compile(rb'"input"\s*:')
@@ -76,10 +77,6 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
 
     prefix: ClassVar[str]
     """The beginning of its answers' ids."""
-
-    def __init__(self, services: EndpointServices) -> None:
-        super().__init__(services)
-        self.dialect = None if self.route == "chat" else self
 
     @abstractmethod
     async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[RequestT, ChatIntent]:
@@ -105,20 +102,21 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
     async def count(self, http_request: Request) -> Response:
         """Count the prompt that a body would send, even one that no context holds. Raises ApiError."""
         require_json(http_request.scope["headers"])
-        body, identity = await http_request.body(), identity_of(http_request.scope)
-        path = http_request.scope["path"].rpartition("/")[0]
-        if (
-            prepared := await self._services.engine_text.prepare(path, body, identity, dialect=self, counts=True)
-        ) is not None:
-            num_tokens, ignored = len(prepared.specs[0].prompt_ids), prepared.ignored
-        else:
-            intent = await self.read_to_count(body, self._models.text_limit)
-            ignored, param = self._services.ignored_tools.take(intent), intent.names.messages
-            model = self._model(intent.fields.model, identity)
-            rendered = await render_chat(intent.conversation, model)
-            ids = await encode_any(rendered.text, model, param, client_offsets=rendered.client_offsets)
-            num_tokens = len(TokenLimits(intent.fields, param).truncated(ids))
-        return json_response(self.counted | {"input_tokens": num_tokens}, ignored_header(ignored))
+        _, ids, ignored = await self.prompt_of(await http_request.body(), identity_of(http_request.scope))
+        return json_response(self.counted | {"input_tokens": len(ids)}, ignored_header(ignored))
+
+    async def prompt_of(self, body: bytes, identity: Identity) -> tuple[ServedModel, Sequence[int], str]:
+        """Return the model, the prompt that a body would send, and what it leaves out. Raises ApiError."""
+        services = self._services
+        prepared = await services.engine_text.prepare(CHAT_PATH, body, identity, self, counts=True)
+        if prepared is not None:
+            return prepared.specs[0].model, prepared.specs[0].prompt_ids, prepared.ignored
+        intent = await self.read_to_count(body, self._models.text_limit)
+        ignored, param = services.ignored_tools.take(intent), intent.names.messages
+        model = self._model(intent.fields.model, identity)
+        rendered = await render_chat(intent.conversation, model)
+        ids = await encode_any(rendered.text, model, param, client_offsets=rendered.client_offsets)
+        return model, TokenLimits(intent.fields, param).truncated(ids), ignored
 
     counted: ClassVar[dict[str, Any]] = {}
     """Further fields of the answer of `count`."""

@@ -46,13 +46,7 @@ class EngineText(Protocol):
     """`server.api.engine.text.EngineTexts`."""
 
     async def prepare(
-        self,
-        path: str,
-        body: bytes,
-        identity: Identity,
-        *,
-        dialect: GenerateEndpoint | None = None,
-        counts: bool = False,
+        self, path: str, body: bytes, identity: Identity, endpoint: GenerateEndpoint, *, counts: bool = False
     ) -> PreparedRequest | None: ...
 
     async def has_other_template(self, model: ServedModel) -> bool: ...
@@ -152,8 +146,6 @@ class GenerateEndpoint(ABC):
     """One generating route: an ASGI app by itself, without Starlette's request and response objects."""
 
     route: ClassVar[str]
-    dialect: GenerateEndpoint | None = None
-    """The route itself, if it makes chats of its bodies for engines."""
 
     def __init__(self, services: EndpointServices) -> None:
         self._services = services
@@ -207,7 +199,7 @@ class GenerateEndpoint(ABC):
         """Prepare a request, also for an engine's text, for the revision that serves now. Raises ApiError."""
         while True:
             with suppress(RevisionGoneError):  # gone while its engine renders the prompt
-                request = await self._services.engine_text.prepare(path, body, identity, dialect=self.dialect)
+                request = await self._services.engine_text.prepare(path, body, identity, self)
                 return await self.prepare(body, identity) if request is None else request
 
     async def _generations(

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.chat import render_chat
+from server.api.chat import ChatEndpoint
 from server.api.endpoint import EndpointServices
 from server.api.formatting import encode_json, json_response
 from server.api.prompts.ignored_tools import ignored_header
@@ -22,9 +22,8 @@ from server.api.prompts.params import in_vocabulary
 from server.auth.identity import Identity, identity_of
 from server.event_loop import sliced
 from server.models.served_model import ServedModel
-from server.schema.decoding import TextLimit, invalid, read_json, require_json
+from server.schema.decoding import invalid, read_json, require_json
 from server.schema.fields import TokenId
-from server.schema.requests import CHAT
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -41,7 +40,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 _TEXT: Final = msgspec.json.Decoder(TokenizeRequest)
-_CHAT: Final = "/v1/chat/completions"
 _OWN: Final = ("prompt", "return_token_strs")
 """Fields that chats do not have."""
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -49,9 +47,10 @@ _IDS: Final = msgspec.json.Decoder(DetokenizeRequest)
 
 
 class TokenizeApi:
-    def __init__(self, services: EndpointServices) -> None:
+    def __init__(self, services: EndpointServices, chats: ChatEndpoint) -> None:
         self._services = services
         self._models = services.models
+        self._chats = chats
 
     async def tokenize(self, http_request: Request) -> Response:
         """Tokenise a prompt, or messages through the chat template. Raises ApiError."""
@@ -64,15 +63,7 @@ class TokenizeApi:
                 raise invalid("prompt", "and messages exclude each other: give one of them")
             name = request.model or self._only_name(identity)
             fields = {key: item for key, item in _FIELDS.decode(await http_request.body()).items() if key not in _OWN}
-            body = encode_json(fields | {"model": name})
-            if (prepared := await self._services.engine_text.prepare(_CHAT, body, identity, counts=True)) is not None:
-                model, ids, ignored = prepared.specs[0].model, prepared.specs[0].prompt_ids, prepared.ignored
-            else:
-                model = self._models.readable(name, identity)
-                intent = (await CHAT.read(body, TextLimit)).intent()
-                ignored = self._services.ignored_tools.take(intent)
-                rendered = await render_chat(intent.conversation, model)
-                ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
+            model, ids, ignored = await self._chats.prompt_of(encode_json(fields | {"model": name}), identity)
         elif request.prompt is None:
             raise invalid("prompt", "is required")
         else:
@@ -101,6 +92,7 @@ class TokenizeApi:
         """Describe a model's tokenizer, that of the query's `model` or of the only one. Raises ApiError."""
         model = self._model(http_request.query_params.get("model"), identity_of(http_request.scope))
         bundle = model.bundle
+        has_other_template = await self._services.engine_text.has_other_template(model)
         info = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": bundle.bos_token,
@@ -109,9 +101,7 @@ class TokenizeApi:
             "add_bos_token": bundle.add_bos,
             "vocab_size": bundle.vocab_size,
             "model_max_length": model.max_model_len,
-            "chat_template": None
-            if await self._services.engine_text.has_other_template(model)
-            else bundle.chat_template,
+            "chat_template": None if has_other_template else bundle.chat_template,
         }
         return json_response(info)
 

@@ -115,9 +115,6 @@ class WorkerAddress:
         self.idle: list[WorkerConnection] = []
 
 
-# Why a connection for each stream: all of a worker's streams in one took 7 us of a token instead of 10, in a
-# prototype. Then a client that reads slowly stops the streams of others, unless each has a window of its own. TCP has
-# one already.
 class WorkerConnection(HttpConnection):
     """One connection to a worker."""
 

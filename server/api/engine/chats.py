@@ -10,16 +10,12 @@ from typing import Any, Final
 
 from server.api.formatting import encode_json
 from server.schema.blocks import NULL, image_url
-from server.schema.fields import LeftOut, Message, ResponseFormat, TextPart
+from server.schema.fields import LeftOut, Message, ModelFields, RequestFields, ResponseFormat, TextPart
 from server.schema.intent import ChatIntent
 from server.schema.messages import CountTokensRequest
 
-_SAME_FIELDS: Final = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "frequency_penalty", "presence_penalty"),
-    *("repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output", "bad_words"),
-    *("skip_special_tokens", "allowed_token_ids", "structured_outputs", "truncate_prompt_tokens", "truncation_side"),
-    *("cache_salt", "priority", "stream", "model"),
-)
+_HINTS: Final = {*RequestFields.__struct_fields__} - {"cache_salt", "priority", "model"}
+_SAME_FIELDS: Final = [name for name in ModelFields.__struct_fields__ if name not in _HINTS | {"stop"}]
 """Fields with one name in all bodies."""
 
 

@@ -32,7 +32,7 @@ _PROCESSING: Final = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields of bodies by which a client could make images of any size out of small ones."""
 _NULL: Final = Raw(b"null")
 _HOLD_PARTS: Final = ("content", "output")
-"""Fields of a message, an item or a part that may hold parts."""
+"""Fields of a message or a part that may hold parts."""
 _value_of: Final = msgspec.json.Decoder().decode
 _list_of: Final = msgspec.json.Decoder(list[Raw]).decode
 _dict_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -136,7 +136,8 @@ class _Reader:
         new["type"] = new.get("type") or "image_url"
         url = raw if inner is None else inner.get("url", _NULL)
         new["uuid"] = yield from image_name(url, param, rules, self._salt)
-        new["image_url"] = url if inner is None else {**_others(inner, "url"), "url": url}
+        others = {} if inner is None else {name: _value_of(item) for name, item in inner.items() if name != "url"}
+        new["image_url"] = url if inner is None else others | {"url": url}
         self.num_bytes += len(memoryview(url))
         self.images.append(Image(param, new))
         return new
@@ -149,7 +150,3 @@ def with_small_images(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: with_small_images(item) for key, item in value.items()}
     return [with_small_images(item) for item in value] if isinstance(value, list) else value
-
-
-def _others(fields: dict[str, Raw], name: str) -> dict[str, Any]:
-    return {key: _value_of(item) for key, item in fields.items() if key != name}

@@ -19,22 +19,18 @@ from server.api.prompts.limits import TokenLimits
 from server.errors import ApiError
 from server.models.served_model import ServedModel
 from server.schema.decoding import TextLimit
-from server.schema.fields import FunctionDefinition, RequestFields
+from server.schema.fields import FunctionDefinition, SamplingFields
 from server.schema.requests import CHAT
 from worker.common.chat_probes import CHAT_PROBES, WITH_TOOLS, digests
 from worker.wire import Rendered
 
 Digests = tuple[tuple[str, str], ...]
-_NOT_IN_PROMPT: Final = frozenset(
-    {
-        *RequestFields.__struct_fields__,
-        *("stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "n", "logprobs"),
-        *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "bad_words"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "prompt_logprobs"),
-        *("return_token_ids", "parallel_tool_calls", "allowed_token_ids", "structured_outputs", "skip_special_tokens"),
-        *("include_stop_str_in_output", "spaces_between_special_tokens", "thinking_token_budget"),
-    }
-)
+_IN_PROMPT: Final = {"response_format", "truncate_prompt_tokens", "truncation_side"}
+_NOT_IN_PROMPT: Final = {
+    *({*SamplingFields.__struct_fields__} - _IN_PROMPT),
+    *("max_completion_tokens", "logprobs", "top_logprobs", "parallel_tool_calls", "spaces_between_special_tokens"),
+    "thinking_token_budget",
+}
 """Fields of a body that do not change the prompt."""
 _USUAL: Final = frozenset({"plain", "plain+tools", "calls"})
 """The shapes in which templates differ most: with these equal, the templates are taken for the same."""

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from server.api.chat import ConversationEndpoint
+from server.api.chat import ChatEndpoint, ConversationEndpoint
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.engine.chats import chat_of, keep_images
 from server.api.engine.control import LENGTHS, check_control_tokens
@@ -37,12 +37,7 @@ from server.api.prompts.images import with_images
 from server.api.prompts.params import choice_seeds, new_spec
 from server.auth.identity import Identity, request_salt
 from server.config import GatewayConfig
-from server.errors import (
-    ContextLengthError,
-    InvalidRequestError,
-    NotFoundError,
-    UnavailableError,
-)
+from server.errors import ContextLengthError, InvalidRequestError, NotFoundError, UnavailableError
 from server.event_loop import StreamInterval, run_sliced
 from server.http.stream import DONE, sse
 from server.models.registry import Models
@@ -82,8 +77,6 @@ _NOT_SENT: Final = {
     "use_beam_search": "is not offered, as an engine searches with many requests: ask for `n` samples",
     "kv_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "ec_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
-    "previous_response_id": "needs answers that are kept: send the whole conversation as `input`",
-    "background": "needs answers that are kept: leave it out",
 }
 """Why some fields are refused, next to those that the gateway's own text refuses or honours."""
 _REFUSED: Final = frozenset({*_NOT_SENT, *CompletionRequest.__struct_fields__}.union(*REFUSED_FIELDS.values()))
@@ -128,8 +121,6 @@ class _EngineBody(NamedTuple):
     known: _Known
     fields: Mapping[str, Raw]
     media: Media
-    error: msgspec.ValidationError | None
-    """Why the known fields could not be read: the engine refuses them in its own words."""
     request: ModelFields | None
     """The client's body, if it is of another API than the engine's route."""
     intent: ChatIntent | None
@@ -158,21 +149,17 @@ class EngineTexts:
         self._interval = StreamInterval()
 
     async def prepare(
-        self,
-        path: str,
-        body: bytes,
-        identity: Identity,
-        *,
-        dialect: GenerateEndpoint | None = None,
-        counts: bool = False,
+        self, path: str, body: bytes, identity: Identity, endpoint: GenerateEndpoint, *, counts: bool = False
     ) -> PreparedRequest | None:
         """Return the request with its prompt; None if the gateway writes the text. Raises ApiError.
 
-        `dialect` reads the body as a chat, and writes the answer. None: the engine has this API.
+        `endpoint` reads a body of another API than the engine's as a chat, and writes its answer.
         `counts`: only the prompt is wanted, whatever length the answer should have.
         """
-        assert dialect is None or isinstance(dialect, ConversationEndpoint)
-        path = ENGINE_PATHS.get(path, path) if dialect is None else CHAT_PATH
+        dialect: ConversationEndpoint[Any] | None = None
+        path = ENGINE_PATHS.get(path, path)
+        if isinstance(endpoint, ConversationEndpoint) and not isinstance(endpoint, ChatEndpoint):
+            dialect, path = endpoint, CHAT_PATH
         if not self._models.has_engine_text or path not in _PREFIXES:
             return None
         with trace_stage("validate"):
@@ -184,8 +171,6 @@ class EngineTexts:
             left_out = [name for name, value in asked.fields.items() if _is_left_out(path, name, value)]
             ignored = ", ".join(filter(None, [asked.ignored, ignored, *self._ignored_tools.named(left_out)]))
             call = EngineCall(path, encode_json(sent), bool(asked.known.stream) and path not in POOLING_PATHS)
-            if asked.error is not None and call.pools:
-                raise located(str(asked.error))
             rendered = None
             if not call.pools:
                 with trace_stage("tokenise"):
@@ -239,26 +224,22 @@ class EngineTexts:
                 intent = dataclasses.replace(intent, conversation=conversation)
             body = chat_of(intent)
         with _decoding(), _naming(intent, model):
-            fields, body_error = _fields_of(body), None
+            fields, known = _fields_of(body), _known_of(body)
             if counts:
                 fields = {name: value for name, value in fields.items() if name not in LENGTHS}
                 fields["max_tokens"] = Raw(b"1")
-            try:
-                known = _known_of(body)
-            except msgspec.ValidationError as error:  # the engine refuses it in its own words
-                known, body_error = _Known(), error
             salt = request_salt(identity, known.cache_salt)
             media = await run_sliced(read_media(fields, path, rules, salt))
             _check(path, known, fields, self._xargs)
         await _check_text(body, media, limit())
-        return _EngineBody(path, name, model, known, fields, media, body_error, request, intent, ignored, prefix)
+        return _EngineBody(path, name, model, known, fields, media, request, intent, ignored, prefix)
 
     async def _repaired(self, asked: _EngineBody) -> tuple[dict[str, Any], str]:
         """Return the body for the engine, in a shape that its template takes, and what is left out of it."""
         path, model = asked.path, asked.model
         with _decoding():
             sent = _body(asked, self._interval.num_tokens())
-            if path != CHAT_PATH or asked.error is not None:
+            if path != CHAT_PATH:
                 return sent, ""
             digests = frozenset(each.member.chat_probes for each in self._renderer.able(model, path))
             ignored = ""
@@ -275,11 +256,9 @@ class EngineTexts:
     async def _prompt(self, call: EngineCall, sent: dict[str, Any], asked: _EngineBody) -> Rendered:
         """Return the prompt of a call, without control tokens of the client. Raises ApiError."""
         model, gateway_prompt = asked.model, None
-        if call.path == CHAT_PATH and asked.error is None and not asked.media.images:
+        if call.path == CHAT_PATH and not asked.media.images:
             gateway_prompt = await self._prompts.render(sent, model, self._renderer.able(model, call.path))
         rendered = gateway_prompt or await self._renderer.rendered(call, asked.media, model)
-        if asked.error is not None:
-            raise located(str(asked.error))
         if gateway_prompt is None and call.path != COMPLETIONS_PATH and not self._config.control_tokens_in_content:
             render = partial(self._renderer.render, model=model, has_images=bool(asked.media.images))
             body = {name: decoded(value) for name, value in sent.items()}
@@ -315,9 +294,11 @@ def _naming(intent: ChatIntent | None, model: ServedModel) -> Iterator[None]:
 
 @contextmanager
 def _decoding() -> Iterator[None]:
-    """Raise InvalidRequestError for strings that are no UTF-8, or halves of surrogate pairs."""
+    """Raise InvalidRequestError for values of another type, and for strings that are no UTF-8, or half of a pair."""
     try:
         yield
+    except msgspec.ValidationError as error:
+        raise located(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from error
 
@@ -355,13 +336,14 @@ def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collectio
 
 
 def _body(asked: _EngineBody, num_event_tokens: int) -> dict[str, Any]:
-    """Return the client's fields that are the engine's business; of a body with an error also the others.
+    """Return the client's fields that are the engine's business.
 
     Streams get `num_event_tokens` in an event, or what the client asks for. An engine has its own least.
     """
     path, model, known, fields = asked.path, asked.model, asked.known, asked.media.fields
-    skip = _OWN_FIELDS if asked.error is None else ("model",)
-    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in skip and _is_sent(path, name)}
+    body: dict[str, Any] = {name: value for name, value in fields.items() if _is_sent(path, name)}
+    for name in _OWN_FIELDS:
+        body.pop(name, None)
     if model.adapter:
         body["model"] = model.adapter
     if path == CHAT_PATH and (model.template_kwargs or model.forced_kwargs):
