@@ -134,9 +134,8 @@ class BlockTree:
     def locate(self, node: Node, parent: Node | None, is_orphan: bool, event: BlockStored, position: int) -> None:
         """Give a node its parent and its hashes, if its root is known. A node without a root may get one later."""
         was_held = node.is_held
-        if was_held:
-            self._set_invisible(node)
-            self._set_held(node, False)
+        self._set_invisible(node)
+        self._set_held(node, False)
         if node.parent is not parent:
             self._unlink(node)
             if parent is not None and parent.root is not None:

@@ -200,10 +200,7 @@ class EngineBlocks:
             is_orphan = node.is_orphan
 
     def _remove(self, event: BlockRemoved) -> None:
-        counts = event.remaining_copy_counts
-        if counts is None or len(counts) != len(event.block_hashes):
-            counts = (0,) * len(event.block_hashes)
-        for key, num_left in zip(event.block_hashes, counts, strict=True):
+        for key, num_left in event.with_counts():
             node = self.tree.get(key)
             if node is not None and node.is_held and not num_left:
                 self.tree.release(node)

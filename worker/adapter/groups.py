@@ -70,18 +70,15 @@ class KvGroup:
             if name not in first:
                 self.copies[name] = self.copies.get(name, 0) + 1
 
-    def remove_copy(self, name: EngineHash) -> None:
-        """Apply the removal of one copy, by an engine that does not send how many are left."""
-        if name in self.held:
+    def remove_copy(self, name: EngineHash, num_left: int | None) -> None:
+        """Apply the removal of one copy. `num_left`: None for an engine that does not send how many are left."""
+        if num_left is None and name not in self.held:
+            num_left = max(0, self.copies.get(name, 0) - 1)
+        if not num_left:
             self.held.discard(name)
-        else:
-            self.set_copies_left(name, self.copies.get(name, 0) - 1)
-
-    def set_copies_left(self, name: EngineHash, num_left: int) -> None:
-        """Set how many copies of a name may be left, if there may be any."""
-        if num_left <= 0:
+        if num_left == 0:
             self.copies.pop(name, None)
-        elif name in self.copies:
+        elif num_left is not None and name in self.copies:
             self.copies[name] = num_left
 
     @classmethod
@@ -200,18 +197,9 @@ class KvGroups:
         if group is None:
             self._add_unknown([index] if index else [])
             return
-        changed = self._changed.setdefault(index, set())
-        counts = event.remaining_copy_counts
-        if counts is None or len(counts) != len(event.block_hashes):
-            changed.update(event.block_hashes)
-            for name in event.block_hashes:
-                group.remove_copy(name)
-            return
-        for name, num_left in zip(event.block_hashes, counts, strict=True):
-            group.set_copies_left(name, num_left)
-            if not num_left:
-                changed.add(name)
-                group.held.discard(name)
+        self._changed.setdefault(index, set()).update(event.block_hashes)
+        for name, num_left in event.with_counts():
+            group.remove_copy(name, num_left)
 
     def clear(self) -> None:
         """Forget every block, and keep what is known of the groups."""
@@ -307,17 +295,11 @@ class KvGroups:
 
     def _update_runs(self, node: Node, margin: int) -> bool:
         """Compute how many adjacent blocks each group holds that end at a node. Return whether one has changed."""
-        has_changed = False
+        before, node.runs = node.runs, {}
         for index, group in self._groups.items():
-            most = _ALL if group.num_needed == _ALL else group.num_needed + margin // group.block_size
-            run = min(self._run(index, group, node), most) if node.key in group.held else 0
-            runs = node.runs
-            if runs is None:
-                runs = node.runs = {}
-            if run != runs.get(index, 0):
-                runs[index] = run
-                has_changed = True
-        return has_changed
+            if node.key in group.held and (run := self._run(index, group, node)):
+                node.runs[index] = min(run, group.num_needed + margin // group.block_size)
+        return node.runs != (before or {})
 
     def _run(self, index: int, group: KvGroup, node: Node) -> int:
         """Return the run of a held block; `_ALL` if it reaches the start of the prompt."""
@@ -343,8 +325,7 @@ class KvGroups:
             return run
         if parent is None:
             return _ALL
-        before = parent.runs.get(index, 0) if parent.runs is not None else 0
-        return min(_ALL, before + run)
+        return min(_ALL, (parent.runs or {}).get(index, 0) + run)
 
     def _stop(self, node: Node, step: int, margin: int) -> int:
         """Return the last end at or before a node."""

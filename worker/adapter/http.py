@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import msgspec
 
@@ -52,7 +53,7 @@ class EngineServer(EngineApi):
         self._tls = tls
         self._idle: list[_EngineConnection] = []
         """Connections whose answers have ended."""
-        self._open: set[_EngineConnection] = set()
+        self._open = WeakSet[_EngineConnection]()
 
     async def call(
         self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S, num_tries: int = 1
@@ -173,20 +174,12 @@ class EngineServer(EngineApi):
 
 
 class _EngineConnection(HttpConnection):
-    """A connection to the engine. `opened` has it until it ends."""
+    """A connection to the engine. `opened` has it while its transport does."""
 
-    def __init__(self, idle: list[Self], opened: set[Any], url: str) -> None:
+    def __init__(self, idle: list[Self], opened: WeakSet[Self], url: str) -> None:
         super().__init__(idle, KEEPALIVE_S)
-        self._opened = opened
+        opened.add(self)
         self._url = url
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._opened.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._opened.discard(self)
 
     def lost(self, why: str, *, is_stale: bool) -> EngineLostError:
         return EngineLostError(f"{self._url}: {why}", closed=self._status is None)

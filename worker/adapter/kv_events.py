@@ -10,6 +10,8 @@ Sources: vllm/distributed/kv_events.py, sglang/srt/disaggregation/kv_events.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import repeat
 from typing import Annotated, Any, Final
 
 from msgspec import DecodeError, Meta, Struct, ValidationError
@@ -62,6 +64,11 @@ class BlockRemoved(Struct, frozen=True, tag=True):
     group_idx: int | None = None
     remaining_copy_counts: tuple[Annotated[int, Meta(ge=0)], ...] | None = None
     """The remaining copies of each block; None if the version does not report them."""
+
+    def with_counts(self) -> Iterable[tuple[EngineHash, int | None]]:
+        """Return each block with the number of its remaining copies; None if that is not reported."""
+        counts, names = self.remaining_copy_counts, self.block_hashes
+        return zip(names, counts if counts and len(counts) == len(names) else repeat(None), strict=False)
 
 
 class AllBlocksCleared(Struct, frozen=True, tag=True):
