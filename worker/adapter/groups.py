@@ -151,7 +151,8 @@ class KvGroups:
         """Return whether an event is of the tree's group: the first of full attention."""
         index = event.group_idx or 0
         is_first = self._tree_group is None and index not in self._groups
-        if is_first and isinstance(event, BlockStored) and _is_full(event):
+        kinds = FULL_KINDS[1:] if index else FULL_KINDS  # older engines have one group, and name no kind
+        if is_first and isinstance(event, BlockStored) and event.kv_cache_spec_kind in kinds:
             self._tree_group = index
             self._unknown.discard(index)
             self._add_unknown(range(index))
@@ -344,11 +345,6 @@ class KvGroups:
             elif (run := runs.get(index, 0)) < _ALL and run < group.num_needed + margin // group.block_size:
                 return before
         return end
-
-
-def _is_full(event: BlockStored) -> bool:
-    """Return whether an event is of a group of full attention. Older engines have one group, and name no kind."""
-    return event.kv_cache_spec_kind in FULL_KINDS if not event.group_idx else event.kv_cache_spec_kind in FULL_KINDS[1:]
 
 
 def _descendants(node: Node, distance: int) -> Iterator[Node]:

@@ -131,8 +131,9 @@ class SglangApi(EngineServer):
                 f" upgrade to {first} or newer"
             )
         with understood("/server_info"):
-            states = info.get("internal_states") or ()
-            if info.get("uses_mamba_radix_cache") or any(_has_windows(state) for state in states):
+            pools = [state.get("memory_usage") or {} for state in info.get("internal_states") or ()]
+            has_windows = any(pool.get("token_capacity_swa") is not None for pool in pools)
+            if info.get("uses_mamba_radix_cache") or has_windows:
                 return (
                     "the model keeps windows or states of its KV, and SGLang's cache events do not name them, so the"
                     " positions at which a hit may stop are not known"
@@ -209,11 +210,6 @@ def _block_size(info: dict[str, Any]) -> int:
     """Return the tokens in a block: pages, or several where context parallelism spreads them."""
     events = info.get("kv_events")
     return int((events.get("block_size") if isinstance(events, dict) else None) or info.get("page_size") or 1)
-
-
-def _has_windows(state: dict[str, Any]) -> bool:
-    """Return whether a scheduler has a pool for windows."""
-    return (state.get("memory_usage") or {}).get("token_capacity_swa") is not None
 
 
 def _start_of(info: dict[str, Any]) -> float:

@@ -70,9 +70,6 @@ def read_media(fields: Mapping[str, Raw], path: str, rules: GatewayConfig | None
     for name in _SCORED if path in ("/score", "/rerank") else ("messages", "input"):
         if name in fields and (value := (yield from reader.value(fields[name], name))) is not None:
             found[name] = value
-    for name in ("prompt_embeds", "audio"):
-        if name in fields and bytes(fields[name]) != b"null":
-            raise unsupported(name, "is not served where the engine writes the text: leave it out")
     if "modalities" in fields and _value_of(fields["modalities"]) not in (None, ["text"]):
         raise unsupported("modalities", "can only be ['text']: this server makes text")
     for name in _PROCESSING if reader.images else ():

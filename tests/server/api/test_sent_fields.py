@@ -35,7 +35,8 @@ CHECKED: Final = {
 HONOURED: Final = {"typical_p", "best_of", "min_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens"}
 """Fields of the built-in engine that some routes of other engines lack."""
 VLLM_REFUSED: Final = {
-    *("kv_transfer_params", "ec_transfer_params", "previous_response_id", "background", "use_beam_search")
+    *("kv_transfer_params", "ec_transfer_params", "previous_response_id", "background", "use_beam_search"),
+    "prompt_embeds",
 }
 SGLANG_REFUSED: Final = {
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_logit_processor", "custom_params"),
