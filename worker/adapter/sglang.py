@@ -42,7 +42,7 @@ _REFUSED: Final = frozenset(
         *("documents", "echo", "include_reasoning", "include_stop_str_in_output", "length_penalty"),
         *("logprob_token_ids", "media_io_kwargs", "mm_payload", "prompt_logprobs", "repetition_detection"),
         *("request_id", "return_mm_kwargs", "return_prompt_text", "return_token_offsets", "return_tokens_as_token_ids"),
-        *("routed_experts_prompt_start", "session_id", "spaces_between_special_tokens", "stream_interval"),
+        *("routed_experts_prompt_start", "session_id", "spaces_between_special_tokens"),
         *("structured_outputs", "truncate_prompt_tokens", "truncation_side", "vllm_xargs", "watermarking"),
     }
 )
