@@ -29,7 +29,7 @@ _IN_PROMPT: Final = {"response_format", "truncate_prompt_tokens", "truncation_si
 _NOT_IN_PROMPT: Final = {
     *({*SamplingFields.__struct_fields__} - _IN_PROMPT),
     *("max_completion_tokens", "logprobs", "top_logprobs", "parallel_tool_calls", "spaces_between_special_tokens"),
-    "thinking_token_budget",
+    *("stream_interval", "thinking_token_budget"),
 }
 """Fields of a body that do not change the prompt."""
 _USUAL: Final = frozenset({"plain", "plain+tools", "calls"})

@@ -60,7 +60,7 @@ KNOWN: list[dict[str, Any]] = [
     chat_of(user(), calling(**FUNCTION), {"role": "tool", "tool_call_id": "c", "content": "sunny"}, user()),
     chat_of(user(), tools=[tool(parameters=SCHEMA)], tool_choice="required"),
     chat_of(user(), reasoning_effort="low"),
-    chat_of(user(name="Bob"), structured_outputs={"regex": "a+"}, store=True, client_metadata={"a": "b"}),
+    chat_of(user(name="Bob"), structured_outputs={"regex": "a+"}, store=True, stream_interval=4),
     chat_of(chat_template_kwargs={"enable_thinking": False}, temperature=0.5, max_tokens=9, stop=["x"]),
 ]
 EFFORTS = ("none", "minimal", "low", "medium", "high")
