@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
+import psutil
 import uvloop
 
 from benchmarks.dev.engine import Engine
@@ -116,9 +117,13 @@ async def _measure(options: Namespace, model: Path, tiny: Path) -> list[Figure]:
     hop_s = median([await _hop_s(options.tokens) for _ in range(options.rounds)])
     figures = [Figure("hop_s", hop_s, "s", f"of the processor a frame, {USUAL} streams through an empty hop")]
     if options.vllm:
+        server = Thread("server", _listener(options.vllm))
         with _adapter(options.vllm, "vllm") as way:
+            ways = Way("vllm_alone", options.vllm, [server]), Way("vllm", way.url, [*way.threads, server])
             for num_streams in options.streams:
-                figures += await _figures(way, options, num_streams, hop_s)
+                for each in ways:
+                    figures += await _figures(each, options, num_streams, hop_s)
+        figures += _over_alone(options.streams, {figure.name: figure.value for figure in figures})
     for num_streams in options.streams if "fake" in options.engines else ():
         with _fake_engine(tiny, num_streams, options.stream_interval) as engine, _adapter(engine, "engine") as way:
             figures += await _figures(way, options, num_streams, hop_s)
@@ -132,8 +137,9 @@ async def _measure(options: Namespace, model: Path, tiny: Path) -> list[Figure]:
 
 async def _figures(way: Way, options: Namespace, num_streams: int, hop_s: float) -> list[Figure]:
     """Return the cost of a further token for each thread and API."""
-    await until_ready(way.url)
-    model = options.vllm_model if way.name == "vllm" else MODEL
+    if way.name != "vllm_alone":
+        await until_ready(way.url)
+    model = options.vllm_model if way.name.startswith("vllm") else MODEL
     figures, num_further = [], num_streams * (options.tokens - 1)
     for api in options.apis if way.name != "own" else ("chat",):
         name = way.name if api == "chat" else f"{way.name}_{api}"
@@ -162,6 +168,27 @@ async def _figures(way: Way, options: Namespace, num_streams: int, hop_s: float)
             Figure(f"{name}_gap_p99_s_{num_streams}", percentile(gaps, 0.99), "s"),
         ]
     return figures
+
+
+def _over_alone(counts: Sequence[int], found: dict[str, float]) -> list[Figure]:
+    """Compare what a further token of a chat costs through both hops with what it costs the engine's server alone."""
+    return [
+        Figure(
+            f"vllm_over_alone_{num_streams}",
+            sum(found[f"vllm_{name}_hops_{num_streams}"] for name in ("gateway", "adapter", "server"))
+            / found[f"vllm_alone_server_hops_{num_streams}"],
+            "x",
+        )
+        for num_streams in counts
+    ]
+
+
+def _listener(url: str) -> int:
+    """Return the process that listens there, on this machine."""
+    port = int(url.rpartition(":")[2])
+    listening = [each for each in psutil.net_connections("tcp") if each.status == "LISTEN" and each.laddr.port == port]
+    assert listening, f"no process of this machine listens at {url}"
+    return int(listening[0].pid)
 
 
 async def _cost(way: Way, api: str, bodies: Sequence[bytes]) -> Cost:
