@@ -23,6 +23,13 @@ _OTHERS_MEMORY_S = 60.0  # a gateway without requests there for this time does n
 _MAX_REPORT_AGE_S = 1.0  # workers report at least once a second
 _RATE_MEMORY_S = 300.0
 """After this time without a new measurement, a slow worker counts as unmeasured."""
+_SEEN_WINDOW_S = 120.0
+_MIN_SEEN_S = 2.0
+"""Seconds of own prefills, decayed over the window, after which a gateway has seen a worker's rate."""
+_MIN_PREFILL_S = 0.2  # shorter ones show steps and hops more than the rate
+_MAX_FIXED_TOKENS = 1e6  # a forged report could otherwise make sums infinite
+_MAX_ERROR = 1.5
+"""The rate that a worker reports counts, unless the seen one is further away than by this factor."""
 _HIT_RATE_WINDOW_S = 120.0  # half of it would follow single conversations; twice would show a purge late
 _MAX_CHANGES = 1024  # between two reports, a second apart at most
 _FORGET_S = 600.0
@@ -42,6 +49,8 @@ class TrackedRequest:
     remaining_s: float
     """Estimated prefill time left, where prefills share each step."""
     num_blocks: int
+    num_tokens: float = 0.0
+    """Those that its prefill computes, and as many as the fixed part takes; 0.0 before it starts."""
     started_s: float | None = None
     first_token_s: float | None = None
     closed: bool = False
@@ -110,6 +119,14 @@ class WorkerLoadEstimate:
         self._others_s = 0.0
         self._others_seen_s = -math.inf
         self._tokens_per_s = self._fixed_s = 0.0
+        self._spans = DecayedRatio(_SEEN_WINDOW_S)
+        """Tokens of own prefills to the seconds in which any ran, of ended spans."""
+        self._seen_tokens_per_s, self._seen_s = 0.0, -math.inf
+        """Their ratio, when the last of them ended."""
+        self._num_running = self._num_in_span = 0
+        """Own prefills that run, and those of the present span without a pause."""
+        self._span_tokens = self._span_s = 0.0
+        """Both of that span; infinite seconds if a prefill in it had no end."""
         self._measured_s = -math.inf
         """When the worker last reported another prefill rate than before."""
 
@@ -128,10 +145,12 @@ class WorkerLoadEstimate:
         self.assigned.add(prefill_s, now_s)
         return request
 
-    def start(self, request: TrackedRequest, prefill_s: float, now_s: float) -> None:
-        """Begin its prefill, which takes `prefill_s` now that the number of cached tokens is known."""
+    def start(self, request: TrackedRequest, prefill_s: float, num_tokens: int, now_s: float) -> None:
+        """Begin its prefill, which computes `num_tokens` in `prefill_s`, now that the cached ones are known."""
         if request in self._queue and request.started_s is None:
             self._advance(now_s)
+            self._num_running += 1
+            request.num_tokens = num_tokens + min(_MAX_FIXED_TOKENS, self._fixed_s * self._tokens_per_s)
             self.queued_s += prefill_s - request.prefill_s
             request.prefill_s = request.remaining_s = prefill_s
             request.started_s = now_s
@@ -141,18 +160,31 @@ class WorkerLoadEstimate:
         if request not in self._queue:
             return False
         request.first_token_s = now_s
-        self._dequeue(request)
+        self._advance(now_s)
+        self._dequeue(request, now_s)
         return True
 
-    def _dequeue(self, request: TrackedRequest) -> None:
+    def _dequeue(self, request: TrackedRequest, now_s: float) -> None:
         del self._queue[request]
+        if request.started_s is not None:
+            self._num_running -= 1
+            self._num_in_span += 1
+            self._span_tokens += request.num_tokens
+            if not self._num_running:
+                if _MIN_PREFILL_S * self._num_in_span <= self._span_s < math.inf:
+                    self._spans.add(self._span_tokens, self._span_s, now_s)
+                    if seen := self._spans.at(now_s, _MIN_SEEN_S):
+                        self._seen_tokens_per_s, self._seen_s = seen, now_s
+                self._num_in_span, self._span_tokens, self._span_s = 0, 0.0, 0.0
         self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
 
     def close(self, request: TrackedRequest, now_s: float, num_shared_blocks: int = 0) -> None:
         """Forget it, once. Other live requests have `num_shared_blocks` of its blocks."""
         request.closed = True
         if request in self._queue:
-            self._dequeue(request)
+            if request.started_s is not None:
+                self._span_s = math.inf
+            self._dequeue(request, now_s)
         self._count_blocks(num_shared_blocks - request.num_blocks, now_s)
         self.num_outstanding -= 1
 
@@ -187,9 +219,12 @@ class WorkerLoadEstimate:
         """Return the worker's prefill rate; `median` is the fleet's.
 
         A slow measurement counts less the older it is: a slow worker gets no requests while faster ones are idle, so
-        it would never be measured again.
+        it would never be measured again. One that own prefills contradict is wrong, where no other gateway sends.
         """
-        rate = self._tokens_per_s
+        rate, seen = self._tokens_per_s, self._seen_tokens_per_s
+        is_sure = now_s - self._seen_s < _RATE_MEMORY_S and now_s - self._others_seen_s > _OTHERS_MEMORY_S
+        if rate and is_sure and not rate / _MAX_ERROR < seen < rate * _MAX_ERROR:
+            return seen
         return median + self._weight(now_s) * (rate - median) if 0.0 < rate < median else rate or median
 
     def prefill_fixed_s(self, median_s: float, now_s: float) -> float:
@@ -239,6 +274,8 @@ class WorkerLoadEstimate:
         """
         elapsed_s = now_s - self._advanced_s
         self._advanced_s = now_s
+        if self._num_running:
+            self._span_s += elapsed_s
         oldest = islice(self._queue, _MAX_COMPARED)
         running = [request for request in oldest if request.started_s is not None and request.remaining_s > 0.0]
         while elapsed_s > 0.0 and running:

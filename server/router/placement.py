@@ -229,7 +229,7 @@ class Scorer:
         num_prompt_tokens, now_s = placement.request.num_prompt_tokens, self._clock()
         num_uncached = max(0, num_prompt_tokens - num_cached_tokens)
         prefill_s = placement.prefill_fixed_s + num_uncached / placement.prefill_tokens_per_s
-        placement.estimate.start(placement.active, prefill_s, now_s)
+        placement.estimate.start(placement.active, prefill_s, num_uncached, now_s)
         placement.estimate.hit_rate.add(num_cached_tokens, num_prompt_tokens, now_s)
         return True
 

@@ -16,7 +16,7 @@ from server.router.cost import CostModel, WorkerView, idle_best_matches
 from server.router.types import RouteRequest
 
 _Worker = TypeVar("_Worker", WorkerView, Candidate)
-AFFINITY: Final = 1.0
+AFFINITY: Final = 3.0
 """Without the index, the cost of another worker than the affinity key's, over the prompt's prefill at that one."""
 _RENDEZVOUS_SEED: Final = b"3"
 """Part of the hash: every gateway must use the same."""

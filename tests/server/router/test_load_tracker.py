@@ -31,7 +31,7 @@ def test_a_request_is_queued_served_and_closed() -> None:
     worker = fifo()
     first, second = worker.add(2.0, 10, now_s=0.0), worker.add(3.0, 20, now_s=0.0)
     assert worker.delay(1.0, 1.0) == (5.0, 0.0), "nothing is in service: nothing has elapsed"
-    worker.start(first, 2.0, now_s=1.0)
+    worker.start(first, 2.0, 0, now_s=1.0)
     assert queue_s(worker, 2.5) == 3.5
     assert queue_s(worker, 9.0) == 3.0, "what has elapsed counts up to the estimate"
     worker.first_token(first, 9.0)
@@ -45,9 +45,9 @@ def test_a_request_is_queued_served_and_closed() -> None:
 def test_the_estimate_is_corrected_by_the_cached_tokens() -> None:
     worker = fifo()
     request = worker.add(5.0, 1, now_s=0.0)
-    worker.start(request, 1.0, now_s=0.0)
+    worker.start(request, 1.0, 0, now_s=0.0)
     assert queue_s(worker, 0.0) == 1.0
-    worker.start(request, 9.0, now_s=3.0)
+    worker.start(request, 9.0, 0, now_s=3.0)
     assert queue_s(worker, 0.0) == 1.0, "a request starts once"
 
 
@@ -61,7 +61,7 @@ def test_every_request_is_closed_exactly_once(actions: list[tuple[int, str]]) ->
             requests.append(worker.add(1.0 + number, number, now_s=0.0))
         elif number < len(requests):
             if action == "start":
-                worker.start(requests[number], 0.5, now_s=0.0)
+                worker.start(requests[number], 0.5, 0, now_s=0.0)
             elif action == "first_token":
                 worker.first_token(requests[number], 0.0)
             else:
@@ -158,6 +158,48 @@ def test_a_slow_measurement_counts_less_the_older_it_is() -> None:
     assert worker.prefill_tokens_per_s(1000.0, 9999.0) == 2000.0, "a fast worker is measured whenever it slows down"
 
 
+@pytest.mark.parametrize(("times", "counted"), [(0.4, 800.0), (0.75, 2000.0), (1.4, 2000.0), (2.0, 4000.0)])
+def test_own_prefills_contradict_a_wrong_rate(times: float, counted: float) -> None:
+    """Two at a time, each of 2,000 tokens, take 1 s each at the rate that is reported."""
+    worker, now_s = shared(), 0.0
+    worker.observe(WorkerLoad(prefill_tokens_per_s=2000.0), 0.0, ME)
+    for _ in range(6):
+        pair = [worker.add(1.0, 1, now_s=now_s) for _ in range(2)]
+        for each in pair:
+            worker.start(each, 1.0, 2000, now_s=now_s)
+        for each in pair:
+            now_s += 1.0 / times
+            worker.first_token(each, now_s)
+        worker.close(worker.add(1.0, 1, now_s=now_s), now_s)
+    assert worker.prefill_tokens_per_s(2000.0, now_s) == pytest.approx(counted, rel=0.1)
+    assert worker.prefill_tokens_per_s(2000.0, now_s + 600.0) == 2000.0, "nothing was seen lately"
+    worker.observe(WorkerLoad({OTHER: 1.0}, prefill_tokens_per_s=2000.0), now_s, ME)
+    assert worker.prefill_tokens_per_s(2000.0, now_s) == 2000.0, "the time may be another gateway's"
+
+
+def test_short_prefills_say_nothing_of_the_rate() -> None:
+    """Prompts that are nearly all cached wait for a step of the batch."""
+    worker = shared()
+    worker.observe(WorkerLoad(prefill_tokens_per_s=2000.0, prefill_fixed_s=0.01), 0.0, ME)
+    for step in range(200):
+        request = worker.add(0.02, 1, now_s=0.1 * step)
+        worker.start(request, 0.02, 20, now_s=0.1 * step)
+        worker.first_token(request, 0.1 * step + 0.06)
+    assert worker.prefill_tokens_per_s(2000.0, 20.0) == 2000.0
+
+
+def test_a_prefill_without_an_end_says_nothing_of_the_rate() -> None:
+    worker = shared()
+    worker.observe(WorkerLoad(prefill_tokens_per_s=2000.0), 0.0, ME)
+    for now_s in range(0, 60, 10):
+        request, cancelled = (worker.add(1.0, 1, now_s=float(now_s)) for _ in range(2))
+        worker.start(request, 1.0, 2000, now_s=float(now_s))
+        worker.first_token(request, now_s + 1.0)
+        worker.start(cancelled, 1.0, 2000, now_s=now_s + 1.0)
+        worker.close(cancelled, now_s + 9.0)
+    assert worker.prefill_tokens_per_s(2000.0, 60.0) == 2000.0
+
+
 SECONDS = st.integers(1, 40).map(lambda quarter_s: quarter_s / 4)
 
 
@@ -179,7 +221,7 @@ def first_token_s(remaining_s: list[float], prefill_s: float) -> float:
 def test_short_prefills_pass_long_ones(remaining_s: list[float], prefill_s: float) -> None:
     worker = shared()
     for seconds in remaining_s:
-        worker.start(worker.add(seconds, 1, now_s=0.0), seconds, now_s=0.0)
+        worker.start(worker.add(seconds, 1, now_s=0.0), seconds, 0, now_s=0.0)
     delay_s, num_displaced = worker.delay(prefill_s, 0.0)
     ends_s = first_token_s(remaining_s, prefill_s)
     assert delay_s + prefill_s <= ends_s + 1e-6, "at most what the rule gives: a new oldest may keep its half"
@@ -195,7 +237,7 @@ def test_elapsed_time_is_subtracted_from_started_prefills(remaining_s: list[floa
     often, once = shared(), shared()
     for worker in (often, once):
         for seconds in remaining_s:
-            worker.start(worker.add(seconds, 1, now_s=0.0), seconds, now_s=0.0)
+            worker.start(worker.add(seconds, 1, now_s=0.0), seconds, 0, now_s=0.0)
     for part in range(1, 4):
         often.delay(1.0, elapsed_s * part / 4)
     huge_s = 1e6
@@ -207,9 +249,9 @@ def test_elapsed_time_is_subtracted_from_started_prefills(remaining_s: list[floa
 def test_a_shared_queue_counts_displaced_prefills() -> None:
     """And the work of other gateways."""
     worker = shared()
-    worker.start(worker.add(8.0, 1, now_s=0.0), 8.0, now_s=0.0)
+    worker.start(worker.add(8.0, 1, now_s=0.0), 8.0, 0, now_s=0.0)
     assert worker.delay(2.0, 0.0) == (2.0, 0.5), "it shares each step with the oldest"
-    worker.start(worker.add(3.0, 1, now_s=0.0), 3.0, now_s=0.0)
+    worker.start(worker.add(3.0, 1, now_s=0.0), 3.0, 0, now_s=0.0)
     assert worker.delay(5.0, 0.0) == (11.0, 0.5)
     assert worker.delay(2.0, 0.0) == (2.0, 1.5), "it passes the three seconds"
     worker.observe(WorkerLoad({OTHER: 4.0}), 0.0, ME)
