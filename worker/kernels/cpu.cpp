@@ -90,10 +90,13 @@ void argmax(const Bf16 *states, int64_t *out, int64_t num_rows, int64_t size, in
   });
 }
 
-// Samples a token from each row.
-void sample(const SamplingRow *rows, Sampled *out, int64_t num_rows, int64_t size, int num_threads) {
+// Samples a token from each row, of those that its mask allows if it has one; also returns the best logits before and
+// after the rules, NaN if one is.
+void sample(const SamplingRow *rows, const uint32_t *const *masks, int64_t *token_ids, float *best_raw, float *best,
+            int64_t num_rows, int64_t size, int num_threads) {
   for_each_row(num_rows, num_threads, 1, [=](int64_t row) {
-    out[row] = rows[row].allowed ? sample_row<true>(rows[row], size) : sample_row<false>(rows[row], size);
+    const auto sample_one = masks[row] ? sample_row<true> : sample_row<false>;
+    std::tie(token_ids[row], best_raw[row], best[row]) = sample_one(rows[row], masks[row], size);
   });
 }
 

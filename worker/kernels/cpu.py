@@ -13,13 +13,13 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -51,15 +51,18 @@ _BUILD_ERRORS: Final = (OSError, subprocess.SubprocessError)
 
 UNIFORM_BITS: Final = 53
 """Shares and random numbers are integers in units of 2^-53: each double in [0, 1) is exact."""
-EDITS: Final = Struct("20Q")
-"""The fields of `SamplingRow` in sampling.h from the mask to the stops: addresses and counts."""
-LIMITS: Final = np.dtype(
-    [("min_p_margin", "f8"), ("top_k", "i8"), ("top_p", "u8"), ("typical_p", "u8"), ("penalty", "f4"), ("scale", "f4")]
-)
-"""`Limits` of sampling.h."""
-SAMPLING_ROW: Final = np.dtype([("logits", "u8"), ("edits", f"V{EDITS.size}"), ("uniform", "u8"), ("limits", LIMITS)])
-"""`SamplingRow` of sampling.h."""
-_SAMPLED: Final = np.dtype([("token_id", "i8"), ("best_raw", "f4"), ("best", "f4")])
+_SAMPLING_ROW: Final = Struct("20Q dqQQff")
+
+
+class Limits(NamedTuple):
+    """`Limits` of sampling.h: the limits of a request."""
+
+    min_p_margin: float
+    top_k: int
+    top_p: int
+    typical_p: int
+    penalty: float
+    scale: float
 
 
 class _Norm(ctypes.Structure):
@@ -124,7 +127,7 @@ class Kernels:
             "rms_norm": (pointer, pointer, pointer, size, count),
             "rotate": (pointer, pointer, size, size, size, size, count),
             "argmax": (pointer, pointer, size, size, count),
-            "sample": (pointer, pointer, size, size, count),
+            "sample": (*(pointer,) * 5, size, size, count),
             "rate": (pointer, pointer, pointer, size, size, size, *(pointer,) * 4, count),
             "multiply": (pointer, pointer, pointer, size, count, count),
             "attend": (pointer, pointer, *((pointer, size) * 3), pointer, pointer, pointer, count),
@@ -156,12 +159,19 @@ class Kernels:
         self.unlocked.argmax(states.data_ptr(), found.data_ptr(), num_rows, size, num_threads)
         return found
 
-    def sample(self, rows: NDArray[np.void], vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample a token from each of the `SAMPLING_ROW`s; return (rows,) tokens, best raw logits, best ones."""
-        out = np.empty(len(rows), _SAMPLED)
-        num_threads = min(len(rows), torch.get_num_threads())
-        self.unlocked.sample(rows.ctypes.data, out.ctypes.data, len(rows), vocab_size, num_threads)
-        return torch.from_numpy(out["token_id"]), torch.from_numpy(out["best_raw"]), torch.from_numpy(out["best"])
+    def sample(
+        self, rows: Sequence[Iterable[float]], masks: Sequence[bytes | None], vocab_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample a token from each row; return (rows,) tokens, best raw logits, best ones.
+
+        `rows` have the fields of `SamplingRow` in sampling.h; a mask has a bit for each token, in words of 64.
+        """
+        num_rows, table = len(rows), b"".join([_SAMPLING_ROW.pack(*row) for row in rows])
+        words = (ctypes.c_char_p * num_rows)(*masks)
+        found = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows), torch.empty(num_rows)
+        num_threads = min(num_rows, torch.get_num_threads())
+        self.unlocked.sample(table, words, *(t.data_ptr() for t in found), num_rows, vocab_size, num_threads)
+        return found
 
     def rate(self, logits: Tensor, rows: Tensor, token_ids: Tensor, num_best: int) -> tuple[Tensor, ...]:
         """Return log probabilities and ranks (rows,) of a token of each row, and log probabilities and ids of the best.

@@ -16,7 +16,7 @@
 
 #include "vectors.h"
 
-#include <bit>
+#include <tuple>
 
 namespace {
 
@@ -25,7 +25,7 @@ constexpr int kUnitBits = 18;         // the shift of a block's sum that has the
 constexpr int kLastUnit = 50;         // from this block unit on, all weights of the block are 0
 constexpr float kLastT = 63.0f;
 constexpr float kLastInBlock = 28.0f;
-constexpr float kRounding = 0x1.8p23f;  // added to a float, leaves the nearest integer in its lower bits
+constexpr float kRounding = 0x1.8p19f;  // added to a float, leaves the nearest 16th in its lower bits
 constexpr size_t kFewKeys = 4096;     // that are searched without bins
 constexpr float kNear = 8.0f;         // bits of a weight within which a limit's keys are tried first
 constexpr float kInfinity = __builtin_inff(), kLowest = -__FLT_MAX__;
@@ -37,7 +37,6 @@ struct Edits {
   int64_t count;
 };
 
-// `LIMITS` of worker/kernels/cpu.py.
 struct Limits {
   double min_p_margin;        // below the highest logit; infinity: no limit
   int64_t top_k;              // 0: no limit
@@ -46,27 +45,20 @@ struct Limits {
   float scale;                // log2(e) / temperature; 0: greedy
 };
 
-// `SAMPLING_ROW` of worker/kernels/cpu.py: a row, its rules, and its limits.
+// A row, its rules, and its limits.
 struct SamplingRow {
   float *logits;            // edited in place, and restored
-  const uint32_t *allowed;  // a bit for each token, or null; tokens beyond num_allowed are forbidden
-  int64_t num_allowed;
+  uint64_t uniform;         // in units of 2^-53
   Edits repeated[2];        // divided by the penalty if above 0, else multiplied
   Edits lowered;            // by their values
   Edits biased;             // by their values
   Edits forbidden;
   Edits stops;              // forbidden if another token is left
-  uint64_t uniform;         // in units of 2^-53
   Limits limits;
 
   bool has_edits() const {
     return repeated[0].count + repeated[1].count + lowered.count + biased.count + forbidden.count + stops.count > 0;
   }
-};
-
-struct Sampled {
-  int64_t token_id;
-  float best_raw, best;       // logits, before and after the rules; NaN if one is
 };
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
@@ -90,25 +82,23 @@ constexpr auto kLaneNumbers = []<int... I>(std::integer_sequence<int, I...>) {
 // The logits of a row as its mask leaves them.
 template <bool kMasked> struct Logits {
   const float *x;
-  const uint32_t *allowed;
-  int64_t num_allowed, size;
+  const uint32_t *allowed;  // a bit for each token of whole blocks
+  int64_t size;
 
-  float at(int64_t i) const {
-    if constexpr (kMasked) {
-      if (i >= num_allowed || !(allowed[i / 32] >> (i % 32) & 1)) return -kInfinity;
-    }
-    return x[i];
-  }
+  float at(int64_t i) const { return kMasked && !(allowed[i / 32] >> (i % 32) & 1) ? -kInfinity : x[i]; }
   // values, which are those from i on, a multiple of kLanes
   Floats<kLanes> masked(int64_t i, Floats<kLanes> values) const {
     if constexpr (kMasked) {
-      const uint32_t bits = i < num_allowed ? allowed[i / 32] >> (i % 32) : 0;
-      values = (int32_t(bits) & 1 << ::load<Ints<kLanes>>(kLaneNumbers.data())) != 0 ? values : Floats<kLanes>{} - kInfinity;
+#if defined(__AVX512F__)
+      const __m512 none = _mm512_set1_ps(-kInfinity);
+      values = (Floats<16>)_mm512_mask_mov_ps(none, __mmask16(allowed[i >> 5] >> (i & 16)), (__m512)values);
+#else
+      const Ints<kLanes> lanes = 1 << (::load<Ints<kLanes>>(kLaneNumbers.data()) + int32_t(i & 31));
+      values = (int32_t(allowed[i >> 5]) & lanes) != 0 ? values : Floats<kLanes>{} - kInfinity;
+#endif
     }
     return values;
   }
-  // kLanes logits from a multiple of kLanes on, all within the row
-  Floats<kLanes> load(int64_t i) const { return masked(i, load_floats<kLanes>(x + i)); }
 };
 
 // Joins the lanes of a vector, half by half.
@@ -126,23 +116,38 @@ template <int L, class Vector, class Join> auto joined(Vector vector, Join join)
   }
 }
 
+// Joins the lanes of each of as many vectors: lane i of the result is of vectors[i], which are overwritten.
+template <class Vector, class Join> Vector joined_each(Vector (&vectors)[kLanes], Join join) {
+  const auto interleaved = [&]<int... I>(Vector a, Vector b, std::integer_sequence<int, I...>) {
+    return join(__builtin_shufflevector(a, b, (I / 2 + I % 2 * kLanes)...),
+                __builtin_shufflevector(a, b, (kLanes / 2 + I / 2 + I % 2 * kLanes)...));
+  };
+#pragma GCC unroll 4
+  for (int count = kLanes / 2; count > 0; count /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < count; ++i) {
+      vectors[i] = interleaved(vectors[i], vectors[i + count], std::make_integer_sequence<int, kLanes>{});
+    }
+  }
+  return vectors[0];
+}
+
 float highest_lane(Floats<kLanes> vector) {
   return joined<kLanes>(vector, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// Calls each(i, logits) for the vectors of a block; those beyond the row are -inf.
-template <bool kMasked, class Each> void for_vectors(const Logits<kMasked> &row, int64_t block, Each each) {
+// Calls each(i, logits) for the vectors of a block; logits beyond the row are -inf.
+template <bool kMasked, class Each>
+[[gnu::always_inline]] inline void for_vectors(const Logits<kMasked> &row, int64_t block, const Each &each) {
   const int64_t first = block * kBlock;
-  if (first + kBlock <= row.size) {
+  const float *x = row.x + first;
+  float last[kBlock];
+  if (first + kBlock > row.size) {
+    for (int i = 0; i < kBlock; ++i) last[i] = first + i < row.size ? x[i] : -kInfinity;
+    x = last;
+  }
 #pragma GCC unroll 16
-    for (int i = 0; i < kBlock; i += kLanes) each(first + i, row.load(first + i));
-    return;
-  }
-  for (int64_t i = first; i < row.size; i += kLanes) {
-    float rest[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) rest[lane] = i + lane < row.size ? row.at(i + lane) : -kInfinity;
-    each(i, load_floats<kLanes>(rest));
-  }
+  for (int i = 0; i < kBlock; i += kLanes) each(first + i, row.masked(first + i, load_floats<kLanes>(x + i)));
 }
 
 template <bool kMasked> float highest_of_block(const Logits<kMasked> &row, int64_t block) {
@@ -153,19 +158,36 @@ template <bool kMasked> float highest_of_block(const Logits<kMasked> &row, int64
 
 // ---- weights -------------------------------------------------------------------------------------------------------
 
-// 2^25 * 2^-(t - unit), rounded. The polynomial is the minimax one for 2^-f, |f| <= 1/2; its error is below 2^-22.
+// The bits of 2^-(i / 16), and i << 19.
+constexpr auto kPowers = [] {
+  std::array<uint32_t, 16> bits{0x3F800000, 0x3F75257D, 0x3F6AC0C7, 0x3F60CCDF, 0x3F5744FD, 0x3F4E248C, 0x3F45672A, 0x3F3D08A4,
+                                0x3F3504F3, 0x3F2D583F, 0x3F25FED7, 0x3F1EF532, 0x3F1837F0, 0x3F11C3D3, 0x3F0B95C2, 0x3F05AAC3};
+  for (uint32_t i = 0; i < 16; ++i) bits[i] += i << 19;
+  return bits;
+}();
+
+// kPowers of the lower bits of each lane
+Words<kLanes> powers_of(Words<kLanes> lanes) {
+  if constexpr (kLanes == 16) {
+    return __builtin_shuffle(load<Words<kLanes>>(kPowers.data()), lanes);
+  } else if constexpr (kLanes == 8) {
+    return __builtin_shuffle(load<Words<kLanes>>(kPowers.data()), load<Words<kLanes>>(kPowers.data() + 8), lanes);
+  } else {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = kPowers[lanes[lane] % 16];
+    return lanes;
+  }
+}
+
+// 2^25 * 2^-(t - unit), rounded. The polynomial is the minimax one for 2^-f, |f| <= 1/32; its error is below 2^-21.
 Words<kLanes> weights(Floats<kLanes> t, int32_t unit) {
   constexpr int L = kLanes;
   const Floats<L> shifted = t + kRounding;
   const Floats<L> f = t - (shifted - kRounding);
-  Floats<L> power = rounded(f * -0x1.5bba14p-10f) + 0x1.3cea88p-7f;
-  power = rounded(f * power) + -0x1.c6b752p-5f;
-  power = rounded(f * power) + 0x1.ebf9bcp-3f;
-  power = rounded(f * power) + -0x1.62e42ap-1f;
-  power = rounded(f * power) + 1.0f;
-  // The lower bits of `shifted` are the nearest integer of t. An exponent has a bias of 127, above 23 bits.
-  const Floats<L> unscaled = (Floats<L>)((127 + 25 + unit + 0x4B400000 - (Ints<L>)shifted) << 23);
-  return (Words<L>)__builtin_convertvector(power * unscaled + 0.5f, Ints<L>);
+  const Floats<L> power = rounded(f * (rounded(f * 0x1.ebff92p-3f) + -0x1.62e984p-1f)) + 1.0f;
+  // The lower bits of `shifted` are the nearest 16th of t; moved by 19, its integer is where an exponent is.
+  const Words<L> sixteenths = (Words<L>)shifted;
+  const Floats<L> unscaled = (Floats<L>)(powers_of(sixteenths) + (uint32_t(25 + unit) << 23) - (sixteenths << 19));
+  return (Words<L>)nearest<L>(power * unscaled);
 }
 
 // The logits that are kept, and their distribution.
@@ -176,7 +198,7 @@ struct Kept {
 
   Floats<kLanes> t(Floats<kLanes> x, float last) const {
     const Floats<kLanes> t = rounded((highest - x) * scale);
-    return t < last ? t : Floats<kLanes>{} + last;
+    return smaller<kLanes>(t, last - Floats<kLanes>{});
   }
   float t(float x) const { return t(Floats<kLanes>{} + x, kLastT)[0]; }
   // Of logits of a block with this unit. Beyond kLastInBlock a weight is 0.
@@ -208,13 +230,13 @@ struct Candidates {
   std::vector<uint64_t> weights;
   size_t count = 0;
 
-  // Adds those of a block, whose weights are in its unit, that `takes` names; returns the sum of their weights.
-  template <class Takes>
+  // Adds those of a part of a block, whose weights are in its unit, that `takes` names; returns the sum of their weights.
+  template <int kCount, class Takes>
   uint64_t add(const float *block_keys, const uint32_t *block_weights, int32_t unit, Takes takes) {
     if (keys.size() < count + kBlock) keys.resize(2 * (count + kBlock)), weights.resize(keys.size());
     float *next_key = keys.data() + count;
     uint64_t *next_weight = weights.data() + count, total = 0;
-    for (int i = 0; i < kBlock; ++i) {  // without a branch
+    for (int i = 0; i < kCount; ++i) {  // without a branch
       const bool is_taken = takes(i);
       *next_key = block_keys[i], *next_weight = in_row(block_weights[i], unit);
       total += is_taken ? *next_weight : 0;
@@ -232,6 +254,7 @@ struct Scratch {
   std::vector<float> order;
   std::vector<uint64_t> sums;              // of the weights of each block
   std::vector<uint8_t> is_touched;         // blocks
+  std::vector<int64_t> touched;            // the blocks that are
   std::vector<std::pair<float *, float>> undo;
   std::vector<std::pair<float, int64_t>> best;
   std::vector<uint64_t> bins;
@@ -243,8 +266,8 @@ Scratch &scratch() {
   return buffers;
 }
 
-// The upper bits of floats that are not negative are in their order: 32 bins for each power of two.
-constexpr size_t kBins = 1 << 13, kBinShift = 18;
+constexpr float kBinsInBit = 64.0f;  // of surprise
+constexpr int32_t kBins = 1 << 12;   // for up to kLastT bits
 
 // The lowest key at which the weights of all keys up to it reach `needed` (1 to the total). Reorders the candidates.
 float last_needed(Candidates &found, uint64_t needed) {
@@ -346,13 +369,20 @@ template <bool kMasked> class Sampler {
     sums.assign(tops_.size(), 0);
     uint64_t total = 0;
     const Kept kept = kept_;  // in registers
-    for (size_t block = 0; block < tops_.size(); ++block) {
-      if (!reaches(block, kLowest)) continue;
-      const int32_t unit = units_[block];
-      Words<kLanes> sum{};
-      for_vectors(row_, block, [&](int64_t, Floats<kLanes> x) { sum += kept.weights<kAll>(x, unit); });
-      sums[block] = in_row(sum_lanes(sum), unit);
-      total += sums[block];
+    for (size_t first = 0; first < tops_.size(); first += kLanes) {
+      Words<kLanes> found[kLanes] = {};
+      bool is_any = false;
+      for (int i = 0; i < kLanes; ++i) {
+        if (!reaches(first + i, kLowest)) continue;
+        Words<kLanes> sum{};
+        const int32_t unit = units_[first + i];
+        for_vectors(row_, first + i, [&](int64_t, Floats<kLanes> x) { sum += kept.weights<kAll>(x, unit); });
+        found[i] = sum;
+        is_any = true;
+      }
+      if (!is_any) continue;
+      const Words<kLanes> words = joined_each(found, [](auto a, auto b) { return a + b; });
+      for (int i = 0; i < kLanes; ++i) total += sums[first + i] = in_row(words[i], units_[first + i]);
     }
     return total;
   }
@@ -366,14 +396,13 @@ template <bool kMasked> class Sampler {
   // Calls each(block, keys, weights) for blocks with logits that are kept and at least `bound`, until it returns false.
   // Both are of kBlock logits. A weight is 0 for those that are not, in the unit of the block else; for a rank 1.
   template <class By, class Each> void for_blocks(const By &by, float bound, Each each) const {
-    alignas(64) float keys[kBlock] = {};
+    alignas(64) float keys[kBlock];
     alignas(64) uint32_t weights[kBlock];
     const float lowest = std::max(bound, kept_.lowest);
     const Kept kept = kept_;
     for (size_t block = 0; block < tops_.size(); ++block) {
       if (tops_[block] < lowest) continue;
       const int32_t unit = units_[block], first = int32_t(block * kBlock);
-      if (first + kBlock > row_.size) std::memset(weights, 0, sizeof weights), std::memset(keys, 0, sizeof keys);
       for_vectors(row_, block, [&](int64_t i, Floats<kLanes> x) {
         const Words<kLanes> amount = By::kIsRank ? Words<kLanes>{} + 1 : kept.weights<false>(x, unit);
         store(keys + i - first, by.keys(x));
@@ -390,7 +419,7 @@ template <bool kMasked> class Sampler {
     found.count = 0;
     uint64_t total = 0;
     for_blocks(by, bound, [&](int32_t unit, const float *keys, const uint32_t *weights) {
-      total += found.add(keys, weights, unit, [&](int i) { return weights[i] > 0; });
+      total += found.template add<kBlock>(keys, weights, unit, [&](int i) { return weights[i] > 0; });
       return found.count < kFewKeys;
     });
     if (found.count < kFewKeys && total >= needed) return last_needed(found, needed);
@@ -398,16 +427,13 @@ template <bool kMasked> class Sampler {
     auto &bins = scratch().bins;
     bins.assign(2 * kBins, 0);
     uint64_t *counts = bins.data();
-    uint32_t bin_of[kBlock];
-    const auto find_bins = [&](const float *keys) {
-      for (int i = 0; i < kBlock; ++i) bin_of[i] = std::bit_cast<uint32_t>(by.distance(keys[i])) >> kBinShift & (kBins - 1);
-    };
     for_blocks(by, kLowest, [&](int32_t unit, const float *keys, const uint32_t *weights) {
-      find_bins(keys);
-      for (int i = 0; i < kBlock; ++i) counts[2 * bin_of[i] + i % 2] += in_row(weights[i], unit);
+      int32_t bins_of[kBlock];
+      for (int i = 0; i < kBlock; i += kLanes) store(bins_of + i, by.bins(load_floats<kLanes>(keys + i)));
+      for (int i = 0; i < kBlock; ++i) counts[2 * bins_of[i] + i % 2] += in_row(weights[i], unit);
       return true;
     });
-    uint32_t bin = 0;
+    int32_t bin = 0;
     for (; bin < kBins; ++bin) {
       const uint64_t sum = counts[2 * bin] + counts[2 * bin + 1];
       if (sum >= needed) break;
@@ -416,20 +442,23 @@ template <bool kMasked> class Sampler {
     if (bin == kBins) return kInfinity;
     found.count = 0;
     for_blocks(by, kLowest, [&](int32_t unit, const float *keys, const uint32_t *weights) {
-      find_bins(keys);
-      found.add(keys, weights, unit, [&](int i) { return bin_of[i] == bin && weights[i] > 0; });
+      for (int i = 0; i < kBlock; i += kLanes) {
+        const Ints<kLanes> is_in = by.bins(load_floats<kLanes>(keys + i)) == bin;
+        if (joined<kLanes>(is_in, [](auto a, auto b) { return a | b; }) == 0) continue;
+        found.add<kLanes>(keys + i, weights + i, unit, [&](int lane) { return is_in[lane] != 0 && weights[i + lane] > 0; });
+      }
       return true;
     });
     return last_needed(found, needed);
   }
 
-  // Orders of what is kept: `keys` with their signs, and the `distance` of a key from the first, which is not negative.
+  // Orders of what is kept: `keys`, and `bins` in their order.
   template <bool kRank> struct ByLogit {
     static constexpr bool kIsRank = kRank;  // each logit counts as 1
-    float highest;
+    Kept kept;
 
     Floats<kLanes> keys(Floats<kLanes> x) const { return -x; }
-    float distance(float key) const { return highest + key; }
+    Ints<kLanes> bins(Floats<kLanes> keys) const { return bins_of(kept.t(-keys, kLastT)); }
   };
 
   struct BySurprise {
@@ -437,20 +466,22 @@ template <bool kMasked> class Sampler {
     Kept kept;  // with the middle
 
     Floats<kLanes> keys(Floats<kLanes> x) const { return kept.off(kept.t(x, kLastT)); }
-    float distance(float key) const { return key; }
+    Ints<kLanes> bins(Floats<kLanes> keys) const { return bins_of(keys); }
   };
+
+  static Ints<kLanes> bins_of(Floats<kLanes> t) { return __builtin_convertvector(t * kBinsInBit, Ints<kLanes>); }
 
   void keep_from(float key) {
     if (key < kInfinity) kept_.lowest = -key;
   }
 
   void limit_rank(int64_t rank) {
-    keep_from(last_key(uint64_t(rank), bound_of(rank, kLowest), ByLogit<true>{kept_.highest}));
+    keep_from(last_key(uint64_t(rank), bound_of(rank, kLowest), ByLogit<true>{kept_}));
   }
 
   void limit_share(uint64_t share) {
     const uint64_t needed = share_of(sum_blocks(), share);
-    keep_from(last_key(needed, kept_.highest - kNear / kept_.scale, ByLogit<false>{kept_.highest}));
+    keep_from(last_key(needed, kept_.highest - kNear / kept_.scale, ByLogit<false>{kept_}));
   }
 
   // Locally typical sampling keeps what is nearest to the entropy. As a surprise is t and a constant, that is the mean.
@@ -459,11 +490,10 @@ template <bool kMasked> class Sampler {
     unsigned __int128 moment = 0;
     uint64_t total = 0;
     const Kept kept = kept_;
-    alignas(64) uint32_t weights[kBlock] = {}, ts[kBlock] = {};
+    alignas(64) uint32_t weights[kBlock], ts[kBlock];
     for (size_t block = 0; block < tops_.size(); ++block) {
       if (!reaches(block, kLowest)) continue;
       const int32_t unit = units_[block], first = int32_t(block * kBlock);
-      if (first + kBlock > row_.size) std::memset(weights, 0, sizeof weights);
       Words<kLanes> sum{};
       for_vectors(row_, block, [&](int64_t i, Floats<kLanes> x) {
         const Words<kLanes> found = kept.weights<false>(x, unit);
@@ -489,31 +519,43 @@ template <bool kMasked> class Sampler {
 
 // ---- rules ---------------------------------------------------------------------------------------------------------
 
+void touch(int64_t block) {
+  auto &buffers = scratch();
+  if (!buffers.is_touched[block]) buffers.touched.push_back(block);
+  buffers.is_touched[block] = 1;
+}
+
 template <class Change> void edit(float *logits, const Edits &edits, Change change) {
   auto &buffers = scratch();
   for (int64_t i = 0; i < edits.count; ++i) {
     float *logit = logits + edits.ids[i];
-    buffers.undo.emplace_back(logit, *logit);
-    *logit = change(*logit, i);
-    buffers.is_touched[edits.ids[i] / kBlock] = 1;
+    const int64_t block = edits.ids[i] / kBlock;
+    const float before = *logit;
+    buffers.undo.emplace_back(logit, before);
+    *logit = change(before, i);
+    if (std::max(before, *logit) >= buffers.highest[block]) touch(block);
   }
 }
 
+// Returns the best logit of the row, once the highest of the touched blocks are found again.
 template <bool kMasked> float update_touched(const Logits<kMasked> &row) {
   auto &buffers = scratch();
-  float best = -kInfinity;
-  for (size_t block = 0; block < buffers.highest.size(); ++block) {
-    if (buffers.is_touched[block]) buffers.highest[block] = highest_of_block(row, block);
-    best = std::max(best, buffers.highest[block]);
+  for (const int64_t block : buffers.touched) {
+    buffers.highest[block] = highest_of_block(row, block);
+    buffers.is_touched[block] = 0;
   }
-  std::fill(buffers.is_touched.begin(), buffers.is_touched.end(), 0);
-  return best;
+  buffers.touched.clear();
+  Floats<kLanes> best = Floats<kLanes>{} - kInfinity;
+  for (size_t block = 0; block < buffers.highest.size(); block += kLanes) {
+    best = larger<kLanes>(load_floats<kLanes>(&buffers.highest[block]), best);
+  }
+  return highest_lane(best);
 }
 
 // Edits the row as its rules say; returns the best logit after that. `highest` has the blocks' highest.
 template <bool kMasked> float apply_rules(const SamplingRow &row, const Logits<kMasked> &logits) {
   auto &buffers = scratch();
-  buffers.is_touched.assign(buffers.highest.size(), 0);
+  buffers.is_touched.resize(buffers.highest.size());
   const auto forbid = [](float, int64_t) { return -kInfinity; };
   for (const Edits &edits : row.repeated) {
     edit(row.logits, edits, [&](float x, int64_t) { return x > 0.0f ? x / row.limits.penalty : x * row.limits.penalty; });
@@ -528,7 +570,7 @@ template <bool kMasked> float apply_rules(const SamplingRow &row, const Logits<k
     if (const float left = update_touched(logits); left > -kInfinity) return left;
     for (size_t i = buffers.undo.size(); i-- > num_before;) {
       *buffers.undo[i].first = buffers.undo[i].second;
-      buffers.is_touched[(buffers.undo[i].first - row.logits) / kBlock] = 1;
+      touch((buffers.undo[i].first - row.logits) / kBlock);
     }
     buffers.undo.resize(num_before);
     best = update_touched(logits);
@@ -538,33 +580,37 @@ template <bool kMasked> float apply_rules(const SamplingRow &row, const Logits<k
 
 // Finds the highest logits of the blocks, and the best of the row without its mask: NaN if there is one.
 template <bool kMasked> float find_highest(const Logits<kMasked> &logits) {
-  const Logits<false> raw{logits.x, nullptr, 0, logits.size};
+  const Logits<false> raw{logits.x, nullptr, logits.size};
   const int64_t num_blocks = (logits.size + kBlock - 1) / kBlock;
   auto &highest = scratch().highest;
-  highest.assign((num_blocks + kLanes - 1) / kLanes * kLanes, -kInfinity);
+  highest.resize((num_blocks + kLanes - 1) / kLanes * kLanes);
   Floats<kLanes> best = Floats<kLanes>{} - kInfinity;
   Ints<kLanes> broken{};
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    Floats<kLanes> top = Floats<kLanes>{} - kInfinity, raw_top = top;
-    for_vectors(raw, block, [&](int64_t i, Floats<kLanes> x) {
-      broken |= x != x;
-      raw_top = larger<kLanes>(x, raw_top);
-      if constexpr (kMasked) top = larger<kLanes>(logits.masked(i, x), top);
-    });
-    best = larger<kLanes>(raw_top, best);
-    highest[block] = highest_lane(kMasked ? top : raw_top);
+  for (int64_t first = 0; first < num_blocks; first += kLanes) {
+    Floats<kLanes> tops[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      Floats<kLanes> top = Floats<kLanes>{} - kInfinity, raw_top = top;
+      for_vectors(raw, first + i, [&](int64_t at, Floats<kLanes> x) {
+        broken |= x != x;
+        raw_top = larger<kLanes>(x, raw_top);
+        if constexpr (kMasked) top = larger<kLanes>(logits.masked(at, x), top);
+      });
+      best = larger<kLanes>(raw_top, best);
+      tops[i] = kMasked ? top : raw_top;
+    }
+    store(&highest[first], joined_each(tops, [](auto a, auto b) { return larger<kLanes>(a, b); }));
   }
   return joined<kLanes>(broken, [](auto a, auto b) { return a | b; }) ? __builtin_nanf("") : highest_lane(best);
 }
 
-template <bool kMasked> Sampled sample_row(const SamplingRow &row, int64_t size) {
-  const Logits<kMasked> logits{row.logits, row.allowed, row.num_allowed, size};
+// Returns a token, and the best logits before and after the rules.
+template <bool kMasked> std::tuple<int64_t, float, float> sample_row(const SamplingRow &row, const uint32_t *mask, int64_t size) {
+  const Logits<kMasked> logits{row.logits, mask, size};
   auto &buffers = scratch();
   buffers.undo.clear();
   const float best_raw = find_highest(logits);
   if (std::isnan(best_raw)) return {0, best_raw, best_raw};
-  const float best = row.has_edits() ? apply_rules(row, logits)
-                                     : *std::max_element(buffers.highest.begin(), buffers.highest.end());
+  const float best = row.has_edits() ? apply_rules(row, logits) : update_touched(logits);
   int64_t token = 0;
   if (std::isfinite(best)) {
     if (row.limits.scale > 0.0f) {
@@ -585,7 +631,7 @@ template <bool kMasked> Sampled sample_row(const SamplingRow &row, int64_t size)
 // The log probability and the rank, from 1, of a token, and the best tokens with theirs. NaN where the row is broken.
 void rate_row(const float *x, int64_t size, int64_t token, int64_t num_best, float *logprob, int64_t *rank, float *values,
               int64_t *ids) {
-  const Logits<false> row{x, nullptr, 0, size};
+  const Logits<false> row{x, nullptr, size};
   auto &buffers = scratch();
   const float highest = find_highest(row);
   std::fill(values, values + num_best, __builtin_nanf(""));

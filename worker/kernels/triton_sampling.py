@@ -14,10 +14,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.kernels.cpu import UNIFORM_BITS
+from worker.kernels.cpu import UNIFORM_BITS, Limits
 from worker.kernels.device import to_device
 
 _CHUNK: Final = 1024
@@ -32,14 +31,13 @@ _BY_SHARE: Final = tl.constexpr(1)
 _BY_SURPRISE: Final = tl.constexpr(2)
 
 
-def draw(logits: Tensor, limits: NDArray[np.void], draws: Sequence[int]) -> Tensor:
-    """Draw from (rows, vocab_size) float32, contiguous, by records of LIMITS and numbers in units of 2^-53.
+def draw(logits: Tensor, limits: Sequence[Limits], draws: Sequence[int]) -> Tensor:
+    """Draw from (rows, vocab_size) float32, contiguous, by the limits and numbers in units of 2^-53.
 
     Returns (rows,) int64.
     """
-    whole = float(1 << UNIFORM_BITS)
-    shares = limits["top_p"] / whole, limits["typical_p"] / whole
-    columns = np.array([limits["min_p_margin"], limits["top_k"], *shares, limits["scale"], np.array(draws) / whole])
+    columns = np.array([(*limit, number) for limit, number in zip(limits, draws, strict=True)]).T.copy()
+    columns[[2, 3, 6]] /= 1 << UNIFORM_BITS
     table = to_device(torch.from_numpy(columns), torch.float64, logits.device)
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     _draw[(len(logits),)](logits, table, out, logits.shape[1], len(logits), _CHUNK)
@@ -123,7 +121,7 @@ def _draw(
     row, limit = logits + program * size, limits + program
     margin, rank = tl.load(limit), tl.load(limit + num_rows).to(tl.int64)
     top_p, typical_p = tl.load(limit + 2 * num_rows), tl.load(limit + 3 * num_rows)
-    scale, uniform = tl.load(limit + 4 * num_rows).to(tl.float32), tl.load(limit + 5 * num_rows)
+    scale, uniform = tl.load(limit + 5 * num_rows).to(tl.float32), tl.load(limit + 6 * num_rows)
     highest = tl.full((), float("-inf"), tl.float32)
     for start in range(0, size, CHUNK):
         highest = tl.maximum(highest, tl.max(_load(row, start, size, CHUNK)))

@@ -15,6 +15,9 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -91,6 +94,18 @@ float to_float(float value) { return value; }
 float to_float(Bf16 value) { return widen(value); }
 
 template <int L> Floats<L> larger(Floats<L> a, Floats<L> b) { return a > b ? a : b; }
+template <int L> Floats<L> smaller(Floats<L> a, Floats<L> b) { return a < b ? a : b; }
+
+// The nearest integers, ties to even.
+template <int L> Ints<L> nearest(Floats<L> floats) {
+#if defined(__AVX512F__)
+  if constexpr (L == 16) return (Ints<L>)_mm512_cvtps_epi32((__m512)floats);
+#elif defined(__AVX2__)
+  if constexpr (L == 8) return (Ints<L>)_mm256_cvtps_epi32((__m256)floats);
+#endif
+  for (int lane = 0; lane < L; ++lane) floats[lane] = std::nearbyint(floats[lane]);
+  return __builtin_convertvector(floats, Ints<L>);
+}
 
 // A word holds two neighbours of a head, [odd element | even element]: one vector of words is two vectors of floats.
 template <int L> Floats<L> even(Words<L> words) { return (Floats<L>)(words << 16); }

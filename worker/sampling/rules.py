@@ -12,37 +12,41 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from worker.contracts.step import SamplingRow
-from worker.kernels.cpu import LIMITS, UNIFORM_BITS
+from worker.kernels.cpu import UNIFORM_BITS, Limits
 from worker.wire import SamplingParams
 
 Ids = NDArray[np.int64]
-Words = NDArray[np.uint32]
+Listed: TypeAlias = "tuple[array[int], array[float]]"
+"""Tokens, and a value for each or none."""
 FORBIDDEN: Final = float("-inf")
 _MIN_TEMPERATURE: Final = 1e-5
 """A lower temperature is greedy in effect, and dividing by it would overflow."""
 _PART: Final = 16_384
 """Listed ids that are read in one call, which holds the interpreter's lock."""
 _NO_IDS: Final = array("i")
+_NO_VALUES: Final = array("f")
 
 
 class Edits(NamedTuple):
     """Changes of a row of logits, in this order. A token is at most once in each list."""
 
-    allowed: Words | None
-    """A bit for each token; all others, and those beyond it, are forbidden."""
-    repeated: tuple[array[int], array[int]]
-    """Tokens of the prompt, and others of the output. Source of the penalty: CTRL, arXiv 1909.05858, section 4.1."""
-    lowered: tuple[array[int], array[float]]
+    allowed: bytes | None
+    """A bit for each token, at least for all of the vocabulary in words of 64; those with 0 are forbidden."""
+    in_prompt: Listed
+    """Repeated tokens. Source of the penalty: CTRL, arXiv 1909.05858, section 4.1."""
+    only_in_output: Listed
+    """The other repeated tokens."""
+    lowered: Listed
     """Tokens of the output, and their frequency and presence penalties, as OpenAI defines them."""
-    biased: tuple[array[int], array[float]]
-    forbidden: array[int]
-    stops: array[int]
+    biased: Listed
+    forbidden: Listed
+    stops: Listed
     """Forbidden, unless that leaves no other token."""
 
 
@@ -55,7 +59,6 @@ class TokenRules:
         self.vocab_size = vocab_size
         self.params = params
         self.limits = _limits(params)
-        """A record of `worker.kernels.cpu.LIMITS`."""
         self._last_ids: dict[tuple[int, ...], list[int]] = defaultdict(list)
         """By the head of a bad word of several tokens: the tokens that may not follow it."""
         for word in params.bad_words:
@@ -64,7 +67,9 @@ class TokenRules:
         self._head_lengths = {len(head) for head in self._last_ids}
         self._allowed = None
         if params.allowed_token_ids is not None:
-            self._allowed = _bits(_distinct(params.allowed_token_ids, vocab_size), vocab_size)
+            is_allowed = np.zeros(-(-vocab_size // 64) * 64, dtype=np.bool_)
+            is_allowed[_distinct(params.allowed_token_ids, vocab_size)] = True
+            self._allowed = np.packbits(is_allowed, bitorder="little").tobytes()
         self._biased = _biases(params, vocab_size)
         self._stops = _NO_IDS
         if params.min_tokens > 0:
@@ -90,20 +95,28 @@ class TokenRules:
             return None
         allowed = self._allowed
         if row.allowed is not None:
-            words: Words = np.asarray(row.allowed).ravel().view(np.uint32)
-            allowed = words if allowed is None else words[: len(allowed)] & allowed[: len(words)]
-        repeated, lowered = (_NO_IDS, _NO_IDS), (_NO_IDS, _NO_VALUES)
+            allowed = np.asarray(row.allowed).tobytes().ljust(-(-self.vocab_size // 64) * 8, b"\0")
+            if self._allowed is not None:
+                mask = np.frombuffer(self._allowed, np.uint32)
+                allowed = (mask & np.frombuffer(allowed, np.uint32, len(mask))).tobytes()
+        new_ids, ids, penalties = _NO_IDS, _NO_IDS, _NO_VALUES
         if self._counts:
             output = OutputTokens.for_row(row, self)
             new_ids, ids, penalties = output.with_drafts(row.draft_ids, self) if row.draft_ids else output.lists()
-            repeated = self.prompt_ids, new_ids
-            lowered = ids, penalties
         forbidden = _NO_IDS
         if self._last_ids:
             heads = (row.last_output_ids(length) for length in self._head_lengths)
             last_ids = {token_id for head in heads for token_id in self._last_ids.get(head, ())}
             forbidden = array("i", [token_id for token_id in last_ids if 0 <= token_id < self.vocab_size])
-        return Edits(allowed, repeated, lowered, self._biased, forbidden, self._stops if needs_more else _NO_IDS)
+        return Edits(
+            allowed,
+            (self.prompt_ids, _NO_VALUES),
+            (new_ids, _NO_VALUES),
+            (ids, penalties),
+            self._biased,
+            (forbidden, _NO_VALUES),
+            (self._stops if needs_more else _NO_IDS, _NO_VALUES),
+        )
 
     def penalty_of(self, count: int) -> float:
         """Return what a token that is `count` times in the output loses."""
@@ -167,13 +180,10 @@ class OutputTokens:
         self._penalties[position] = rules.penalty_of(self._counts[position])
 
 
-_NO_VALUES: Final = array("f")
-
-
-def _limits(params: SamplingParams) -> bytes:
+def _limits(params: SamplingParams) -> Limits:
     temperature = max(params.temperature, _MIN_TEMPERATURE)
     share = 1 << UNIFORM_BITS
-    record = (
+    return Limits(
         -math.log(params.min_p) * temperature if params.min_p > 0 else math.inf,
         params.top_k,
         int(params.top_p * share),
@@ -181,10 +191,9 @@ def _limits(params: SamplingParams) -> bytes:
         params.repetition_penalty,
         0.0 if params.greedy else math.log2(math.e) / temperature,
     )
-    return np.array(record, dtype=LIMITS).tobytes()
 
 
-def _biases(params: SamplingParams, vocab_size: int) -> tuple[array[int], array[float]]:
+def _biases(params: SamplingParams, vocab_size: int) -> Listed:
     """Return the tokens of logit_bias and of bad words of one token, and what is added to their logits."""
     pairs: Iterable[float] = chain.from_iterable(params.logit_bias)
     listed, values = np.fromiter(pairs, dtype=np.float64, count=2 * len(params.logit_bias)).reshape(-1, 2).T
@@ -196,12 +205,6 @@ def _biases(params: SamplingParams, vocab_size: int) -> tuple[array[int], array[
     biases = np.zeros(len(ids))
     np.add.at(biases, places, values[inside])
     return _as_array(ids), array("f", biases.astype(np.float32).tobytes())
-
-
-def _bits(ids: Ids, vocab_size: int) -> Words:
-    allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
-    allowed[ids] = True
-    return np.packbits(allowed, bitorder="little").view(np.uint32)
 
 
 def _as_array(ids: Ids) -> array[int]:

@@ -12,7 +12,7 @@ Errors show when the tokens are read.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import isfinite
@@ -20,11 +20,10 @@ from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.contracts.step import NonFinite, NoTokenLeft, SampledToken, SamplingRow
-from worker.kernels.cpu import EDITS, LIMITS, SAMPLING_ROW, UNIFORM_BITS, kernels_for, sampling_kernels_for
+from worker.kernels.cpu import UNIFORM_BITS, kernels_for, sampling_kernels_for
 from worker.kernels.device import to_device, to_host
 from worker.sampling.reference import draw
 from worker.sampling.rules import FORBIDDEN, Edits, TokenRules
@@ -118,8 +117,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[
         best_logits = (best_logit,)
     elif kernels is not None:
         floats = logits.float().contiguous()
-        table = _table(floats, rows, rules, edits)
-        token_ids, *found = kernels.sample(table, vocab_size)
+        masks = [None if edit is None else edit.allowed for edit in edits]
+        token_ids, *found = kernels.sample(_fields(floats, rows, rules, edits), masks, vocab_size)
         best_logits = tuple(found)
     else:
         token_ids, best_logit = _best(logits)
@@ -149,38 +148,28 @@ def edits_of(
     return rules, [rule.edits(row) for rule, row in zip(rules, rows, strict=True)]
 
 
-def _table(
+def _fields(
     floats: Tensor, rows: Sequence[SamplingRow], rules: Sequence[TokenRules], edits: Sequence[Edits | None]
-) -> NDArray[np.void]:
-    """Return a `SAMPLING_ROW` for each row. Valid as long as the arguments, and until the next edits of a choice."""
-    table = np.zeros(len(rows), SAMPLING_ROW)
-    table["logits"] = floats.data_ptr() + floats.stride(0) * floats.element_size() * np.arange(len(rows))
-    table["limits"] = np.frombuffer(b"".join([rule.limits for rule in rules]), LIMITS)
-    table["uniform"] = [0 if row.params.greedy else uniform(row.seed, row.position) for row in rows]
-    if any(edits):
-        packed = b"".join([_NO_EDITS if edit is None else _packed(edit) for edit in edits])
-        table["edits"] = np.frombuffer(packed, SAMPLING_ROW["edits"])
-    return table
-
-
-_NO_EDITS: Final = bytes(EDITS.size)
-
-
-def _packed(edit: Edits) -> bytes:
-    """Return addresses and counts of the lists."""
-    words = edit.allowed
-    mask = (0, 0) if words is None else (words.__array_interface__["data"][0], 32 * len(words))
-    prompt, new = [ids.buffer_info() for ids in edit.repeated]
-    (lowered, penalties), (biased, biases) = [
-        (ids.buffer_info(), values.buffer_info()[0]) for ids, values in (edit.lowered, edit.biased)
+) -> list[tuple[float, ...]]:
+    """Return the rows for `Kernels.sample`. Valid as long as the arguments, and until the next edits of a choice."""
+    addresses = range(floats.data_ptr(), floats.data_ptr() + floats.nbytes, floats.nbytes // len(rows))
+    draws = [0 if row.params.greedy else uniform(row.seed, row.position) for row in rows]
+    return [
+        (address, drawn, *(_NO_EDITS if edit is None else _places(edit)), *rule.limits)
+        for address, drawn, edit, rule in zip(addresses, draws, edits, rules, strict=True)
     ]
-    forbidden, stops = edit.forbidden.buffer_info(), edit.stops.buffer_info()
-    return EDITS.pack(
-        *mask,
-        *(prompt[0], 0, prompt[1], new[0], 0, new[1]),
-        *(lowered[0], penalties, lowered[1], biased[0], biases, biased[1]),
-        *(forbidden[0], 0, forbidden[1], stops[0], 0, stops[1]),
-    )
+
+
+_NO_EDITS: Final = (0,) * 18
+
+
+def _places(edit: Edits) -> list[int]:
+    """Return the addresses and the length of each list."""
+    found: list[int] = []
+    for ids, values in edit[1:]:
+        address, count = ids.buffer_info() if ids else (0, 0)
+        found += (address, values.buffer_info()[0] if values else 0, count)
+    return found
 
 
 def token_logprobs(
@@ -206,54 +195,43 @@ def token_logprobs(
 def apply_edits(logits: Tensor, rules: Sequence[TokenRules], edits: Sequence[Edits | None]) -> Tensor:
     """Return a copy of the logits in float32 with the edits of each row. The number of calls is fixed."""
     adjusted = logits.to(torch.float32, copy=True)
-    device, flat = adjusted.device, adjusted.view(-1)
-
-    def places(ids: Iterable[array[int] | None]) -> Tensor:
-        parts = [np.array(each, np.int64) + row * logits.shape[1] for row, each in enumerate(ids) if each]
-        return to_device(torch.from_numpy(np.concatenate([*parts, _NOWHERE])), torch.int64, device)
-
-    def values_of(values: Iterable[array[float] | None]) -> Tensor:
-        parts = [np.array(each) for each in values if each]
-        return to_device(torch.from_numpy(np.concatenate([*parts, _NOTHING])), torch.float32, device)
-
-    masked = [row for row, edit in enumerate(edits) if edit is not None and edit.allowed is not None]
-    if masked:
-        index = to_device(masked, torch.int64, device)
-        adjusted[index] = adjusted[index].masked_fill(~_allowed(masked, edits, logits), FORBIDDEN)
-    for part in range(2):
-        ids = [None if edit is None else edit.repeated[part] for edit in edits]
-        penalties = [rule.params.repetition_penalty for rule in rules]
-        factor = values_of(array("f", [one]) * len(each or ()) for one, each in zip(penalties, ids, strict=True))
-        found = flat[at := places(ids)]
+    device, vocab_size, flat = adjusted.device, adjusted.shape[1], adjusted.view(-1)
+    masks = {row: edit.allowed for row, edit in enumerate(edits) if edit is not None and edit.allowed is not None}
+    if masks:
+        index = to_device(list(masks), torch.int64, device)
+        num_words = -(-vocab_size // 32)
+        words = np.array([np.frombuffer(mask, np.int32, num_words) for mask in masks.values()])
+        packed = to_device(torch.from_numpy(words), torch.int32, device)
+        bits = packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device) & 1
+        adjusted[index] = adjusted[index].masked_fill(bits.view(len(masks), -1)[:, :vocab_size] == 0, FORBIDDEN)
+    (prompt, _), (new, _), (lowered, penalties), (biased, biases), (forbidden, _), (stops, _) = [
+        _on_device([(row, *edit[1:][part]) for row, edit in enumerate(edits) if edit is not None], vocab_size, device)
+        for part in range(6)
+    ]
+    factors = to_device([rule.params.repetition_penalty for rule in rules], torch.float32, device)
+    for at in (prompt, new):
+        found, factor = flat[at], factors[at // vocab_size]
         flat[at] = torch.where(found > 0, found / factor, found * factor)
-    at = places(None if edit is None else edit.lowered[0] for edit in edits)
-    flat[at] -= values_of(None if edit is None else edit.lowered[1] for edit in edits)
-    at = places(None if edit is None else edit.biased[0] for edit in edits)
-    flat[at] += values_of(None if edit is None else edit.biased[1] for edit in edits)
-    flat[places(None if edit is None else edit.forbidden for edit in edits)] = FORBIDDEN
-    at = places(None if edit is None else edit.stops for edit in edits)
-    kept = flat[at]
-    flat[at] = FORBIDDEN
-    flat[at] = torch.where(adjusted.isfinite().any(dim=1)[at // logits.shape[1]], FORBIDDEN, kept)
+    flat[lowered] -= penalties
+    flat[biased] += biases
+    flat[forbidden] = FORBIDDEN
+    if len(stops):
+        kept = flat[stops]
+        flat[stops] = FORBIDDEN
+        flat[stops] = torch.where(adjusted.amax(dim=1)[stops // vocab_size] > FORBIDDEN, FORBIDDEN, kept)
     return adjusted
 
 
-_NOWHERE: Final = np.empty(0, np.int64)
-_NOTHING: Final = np.empty(0, np.float32)
-
-
-def _allowed(masked: Sequence[int], edits: Sequence[Edits | None], logits: Tensor) -> Tensor:
-    """Unpack the masks of these rows on the device: (rows, vocab_size) bool. Tokens beyond a mask are False."""
-    num_words = -(-logits.shape[1] // 32)
-    words = np.zeros((len(masked), num_words), np.uint32)
-    for place, row in enumerate(masked):
-        edit = edits[row]
-        assert edit is not None
-        assert edit.allowed is not None
-        words[place, : len(edit.allowed)] = edit.allowed[:num_words]
-    packed = to_device(torch.from_numpy(words.view(np.int32)), torch.int32, logits.device)
-    bits = packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
-    return bits.view(len(masked), -1)[:, : logits.shape[1]] == 1
+def _on_device(
+    lists: Sequence[tuple[int, array[int], array[float]]], vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the places of the rows' tokens in all logits, and their values."""
+    places = [np.array(ids, np.int64) + row * vocab_size for row, ids, _ in lists]
+    values = [np.array(values) for _, _, values in lists]
+    return (
+        to_device(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *places])), torch.int64, device),
+        to_device(torch.from_numpy(np.concatenate([np.empty(0, np.float32), *values])), torch.float32, device),
+    )
 
 
 def uniform(seed: int, position: int) -> int:
@@ -282,7 +260,7 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _draw(logits: Tensor, rules: Sequence[TokenRules], draws: Sequence[int]) -> Tensor:
     """Draw a token from each row of (rows, vocab_size) float32 logits by a random number in units of 2^-53."""
-    limits = np.frombuffer(b"".join([rule.limits for rule in rules]), LIMITS)
+    limits = [rule.limits for rule in rules]
     if logits.device.type == "cpu":
         return torch.tensor([draw(*each) for each in zip(logits.numpy(), limits, draws, strict=True)])
     from worker.kernels import triton_sampling

@@ -71,8 +71,10 @@ def random_rows(vocab_size: int, num_rows: int, seed: int = 0) -> list[SamplingR
     ]
 
 
-def exactly_kept(logits: NDArray[np.float32], params: SamplingParams, slack: float = 0.0) -> NDArray[np.bool_]:
-    """Return which tokens are kept, in float64 and by sorting, with shares that are larger by `slack`."""
+def exactly_kept(
+    logits: NDArray[np.float32], params: SamplingParams, slack: float = 0.0, entropy_slack: float = 0.0
+) -> NDArray[np.bool_]:
+    """Return which tokens are kept, in float64 and by sorting, with shares and an entropy that are larger by these."""
     x = logits.astype(np.float64) / params.temperature
     kept = x > -np.inf
     if 0 < params.top_k < kept.sum():
@@ -85,7 +87,7 @@ def exactly_kept(logits: NDArray[np.float32], params: SamplingParams, slack: flo
     if params.typical_p < 1:
         shares = np.where(kept, shares, 0.0) / shares[kept].sum()
         surprise = -np.log(np.where(shares > 0, shares, 1.0))
-        distance = np.where(kept, np.abs(surprise - (shares * surprise).sum()), np.inf)
+        distance = np.where(kept, np.abs(surprise - (shares * surprise).sum() - entropy_slack), np.inf)
         kept &= distance <= _last(distance, distance, shares, params.typical_p + slack)
     return kept
 

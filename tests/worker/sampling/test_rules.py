@@ -191,7 +191,7 @@ def test_penalties_of_a_long_output_equal_those_of_its_parts() -> None:
             edits = rule.edits(row(stop, draft, cache))
             assert edits is not None
             assert dict(zip(*edits.lowered, strict=True)) == expected
-            assert sorted([*edits.repeated[0], *edits.repeated[1]]) == sorted({1, 2, *expected})
+            assert sorted([*edits.in_prompt[0], *edits.only_in_output[0]]) == sorted({1, 2, *expected})
 
 
 def test_rules_made_before_the_step_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

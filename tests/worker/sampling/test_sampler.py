@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from worker.contracts.step import NonFinite, NoTokenLeft, SampledToken, SamplingRow
-from worker.kernels.cpu import LIMITS
 from worker.sampling import reference, sampler
 from worker.sampling.rules import TokenRules
 from worker.sampling.sampler import sample, token_logprobs, uniform
@@ -47,8 +46,7 @@ def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
 def kept(logits: Tensor, **params: Any) -> set[int]:
     """Return the token ids that the limits keep."""
     rules = TokenRules(SamplingParams(max_tokens=1, **params), (), EOS, len(logits))
-    limits = np.frombuffer(rules.limits, LIMITS)[0]
-    return set(reference.Draw(logits.numpy(), limits).kept.reshape(-1).nonzero()[0].tolist())
+    return set(reference.Draw(logits.numpy(), rules.limits).kept.reshape(-1).nonzero()[0].tolist())
 
 
 def logits_of(*probabilities: float) -> Tensor:
