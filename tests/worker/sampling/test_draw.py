@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import ceil, log
+from math import ceil, e, inf, log, log2
 from typing import Any
 
 import numpy as np
@@ -166,3 +166,53 @@ def test_min_p_drops_the_float_below_it(all_kernels: list[Kernels], monkeypatch:
         pairs.append((top, below if float(below) < lowest else np.nextafter(below, np.float32(-np.inf))))
     for kernels in (None, *all_kernels):
         assert outcome(torch.tensor(pairs), [row] * 32, kernels)[0] == [0] * 32
+
+
+ONE_BIT = log2(e)
+"""The temperature at which a difference of 1 between logits halves a weight."""
+
+
+def drawn(kernels: Kernels | None, logits: list[float], number: int, **fields: Any) -> int:
+    """Return the token of a row for a random number in units of 2^-53."""
+    row = SamplingRow(SamplingParams(max_tokens=1, **{"temperature": ONE_BIT, **fields}), 0, 0, (), ())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampler, "uniform", lambda seed, position: number)
+        token_ids, _ = outcome(torch.tensor([logits]), [row], kernels)
+    return int(token_ids[0])
+
+
+LAST = (1 << 53) - 1
+
+
+def test_limits_and_draws_are_exact_at_their_edges(all_kernels: list[Kernels]) -> None:  # noqa: F811
+    two_thirds = ((1 << 54) + 2) // 3 / 2**53  # and a little
+    for kernels in (None, *all_kernels):
+        # Two blocks have the same sum: half of the numbers are of the second.
+        halves = [0.0, *[-inf] * 99, 0.0]
+        assert [drawn(kernels, halves, number) for number in ((1 << 52) - 1, 1 << 52)] == [0, 100]
+        assert drawn(kernels, [0.0, -1.0], LAST, top_p=two_thirds) == 1
+        assert drawn(kernels, [1.0] * 5000 + [0.0] * 5000, LAST, top_k=5000) < 5000
+        assert drawn(kernels, [0.0] * 64 + [-49.0] * 64, LAST) == 64
+        assert drawn(kernels, [0.0] * 64 + [-50.0] * 64, LAST) == 63
+
+
+def test_a_weight_is_the_same_to_the_last_bit(all_kernels: list[Kernels]) -> None:  # noqa: F811
+    """The first number that draws the second token tells the weight of the first."""
+    for step in range(1, 65):
+        logits = [-step / 7, 0.0]
+        low, high = 0, LAST
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if drawn(None, logits, middle) else (middle + 1, high)
+        for kernels in all_kernels:
+            assert [drawn(kernels, logits, number) for number in (low - 1, low)] == [0, 1]
+
+
+def test_best_logprobs_are_found_in_all_blocks(all_kernels: list[Kernels], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    logits = torch.from_numpy(np.random.default_rng(0).permutation(3000).reshape(3, 1000).astype(np.float32) / 300)
+    want = logits.log_softmax(-1).topk(5)
+    for kernels in all_kernels:
+        monkeypatch.setattr(sampler, "sampling_kernels_for", lambda device, kernels=kernels: kernels)
+        found = sampler.token_logprobs(logits, logits.argmax(-1), [5] * 3)
+        assert torch.equal(found.ids, want.indices)
+        torch.testing.assert_close(found.values, want.values)
