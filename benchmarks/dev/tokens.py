@@ -171,7 +171,7 @@ async def _figures(way: Way, options: Namespace, num_streams: int, hop_s: float)
 
 
 def _over_alone(counts: Sequence[int], found: dict[str, float]) -> list[Figure]:
-    """Compare what a further token of a chat costs through both hops with what it costs the engine's server alone."""
+    """Compare a further token of a chat through both hops with one of the engine's server by itself."""
     return [
         Figure(
             f"vllm_over_alone_{num_streams}",

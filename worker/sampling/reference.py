@@ -107,7 +107,7 @@ class Draw:
 
     def _limit_rank(self, rank: int) -> None:
         among = self._blocks
-        if rank <= len(self._tops):  # as many logits are as high as the highest of so many blocks
+        if rank <= len(self._tops):  # as many logits are as high as the highest of that many blocks
             among = among[among >= np.partition(self._tops, -rank)[-rank]]
         lowest = np.partition(among, -rank, axis=None)[-rank]
         if lowest > FORBIDDEN:

@@ -197,7 +197,7 @@ def test_limits_and_draws_are_exact_at_their_edges(all_kernels: list[Kernels]) -
 
 
 def test_a_weight_is_the_same_to_the_last_bit(all_kernels: list[Kernels]) -> None:  # noqa: F811
-    """The first number that draws the second token tells the weight of the first."""
+    """The first number that draws the second token shows the weight of the first."""
     for step in range(1, 65):
         logits = [-step / 7, 0.0]
         low, high = 0, LAST

@@ -87,9 +87,16 @@ def test_no_drafts_while_a_prompt_is_computed() -> None:
     made.finish()
 
 
+class Guess(Speculation):
+    """Keeps its first guess of what a step costs."""
+
+    def measure(self, plan: StepPlan, duration_s: float) -> None:
+        pass
+
+
 def test_dear_rows_get_no_draft() -> None:
     """A step whose every row costs as much as the first: a draft would have to be right for certain."""
-    made = engine(Speculation(4, StepCost(0.01)))
+    made = engine(Guess(4, StepCost(0.01)))
     made.submit(generate(PERIOD * 2, 30))
     assert sum(map(sum, drafts(made))) == 0
 
@@ -105,13 +112,6 @@ def test_only_steps_of_decodes_measure_the_cost() -> None:
     assert speculation.cost.seconds(1) == pytest.approx(0.005), "the first guess"
     speculation.measure(decode, 0.05)
     assert speculation.cost.seconds(decode.num_decode_rows) == pytest.approx(0.05)
-
-
-class Guess(Speculation):
-    """Keeps its first guess of what a step costs."""
-
-    def measure(self, plan: StepPlan, duration_s: float) -> None:
-        pass
 
 
 def test_one_sequence_gets_more_drafts_than_each_of_many() -> None:
