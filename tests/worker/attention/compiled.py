@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -24,7 +23,7 @@ from worker.attention.kv_cache import KVCache
 from worker.attention.xformers_paged import XformersPagedAttention
 from worker.kernels import triton_ops as gpu_kernels
 from worker.kernels import triton_sampling
-from worker.kernels.cpu import LIMITS
+from worker.kernels.cpu import Limits
 
 H100 = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -95,7 +94,7 @@ def main() -> None:
     plan = attention.plan([Span(3, 1, [1]), Span(5, 1, [2])])
     attention.attend(0, heads[:, :32], heads[:, 32:], value, ForwardBatch(positions, positions, slots, plan))
     triton_sampling._draw = Compiling(triton_sampling._draw, "_draw")
-    triton_sampling.draw(torch.zeros(2, 128_256), np.zeros(2, LIMITS), [0, 0])
+    triton_sampling.draw(torch.zeros(2, 128_256), [Limits(0.0, 0, 0, 0, 1.0, 1.0)] * 2, [0, 0])
     print(json.dumps(sizes))
 
 
