@@ -110,7 +110,7 @@ async def test_tgis_metrics_and_the_spans_of_batches(tmp_path: Path, tiny_model:
                 first = await requests.ask_until_it_streams(prompt(1, 300), LONG, first_trace)
                 second = await requests.ask_until_it_streams(prompt(2, 20), LEAVING, second_trace)
                 third = requests.ask(prompt(3, 20), 5)  # both slots are taken
-                await until(lambda: Worker(url).get("tgi_queue_size") == 1)
+                await until(lambda: is_loaded(Worker(url)))
                 loaded = Worker(url)
                 second.cancel()
                 assert (await third).ok
@@ -121,6 +121,11 @@ async def test_tgis_metrics_and_the_spans_of_batches(tmp_path: Path, tiny_model:
             assert_metrics(before, loaded, Worker(url))
             spans = collector.wait_for(None, lambda spans: is_complete(spans, first_trace))
     assert_spans(spans, first_trace, second_trace)
+
+
+def is_loaded(worker: Worker) -> bool:
+    """Return whether two sequences run and one waits, all in one report."""
+    return (worker.get("tgi_batch_current_size"), worker.get("tgi_queue_size")) == (2, 1)
 
 
 def assert_metrics(before: Worker, loaded: Worker, after: Worker) -> None:

@@ -6,7 +6,9 @@ Every running decode gets its token first. Prefills share the rest, so that a lo
                                                     |   shortest first        |   admitted sequences    |
 
 Tokens that one share leaves go to the others. A prefill may take a larger step, which is more efficient, if no other
-sequence runs or waits. Source: docs/architecture/worker.md, "The scheduler"."""
+sequence runs or waits.
+Source: docs/architecture/worker.md, "The scheduler".
+"""
 
 from __future__ import annotations
 
