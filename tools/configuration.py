@@ -1,15 +1,10 @@
-"""Write docs/configuration.md, the pages below it and the list of known names from the parsers.
-
-python tools/configuration.py          rewrites the files
-python tools/configuration.py --check  exits with 1 when a file differs from the parsers (part of `make check`)
-"""
+"""Write docs/configuration.md, the pages below it and the list of known names from the parsers."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from importlib import import_module
@@ -93,9 +88,9 @@ PLACEHOLDERS: Final[dict[object, str]] = {int: "N", float: "X"}
 _DEFAULT: Final = re.compile(r"\s*\((?:default:? )?([^()]*)\)$")
 
 
-def pages() -> dict[Path, str]:
-    """Return each page's text as the parsers have it now."""
-    written = {DOCS / "configuration.md": INDEX}
+def files() -> dict[Path, str]:
+    """Return the text of each file, as the parsers have it now."""
+    written = {DOCS / "configuration.md": INDEX, NAMES: names()}
     for name, commands in PAGES.items():
         title = f"# Options of {name}" if len(commands) == 1 else "# Options of the tools"
         lines = [title, "", NOTE, "", *(line for command in commands for line in section(command))]
@@ -194,21 +189,3 @@ def plain(default: object) -> str:
 
 def escaped(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def main(argv: list[str]) -> int:
-    sys.path.insert(0, str(ROOT))
-    check = argv == ["--check"]
-    written = {**pages(), NAMES: names()}
-    stale = {path: text for path, text in written.items() if not path.is_file() or path.read_text() != text}
-    for path, text in stale.items():
-        if check:
-            print(f"{path.relative_to(ROOT)} differs from the parsers: run python tools/configuration.py")
-        else:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    return 1 if check and stale else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The Grafana dashboard, from tools/dashboard.toml, into helm/headstart/files/: `python tools/dashboard.py [--check]`.
+"""The Grafana dashboard, from tools/dashboard.toml, into helm/headstart/files/.
 
 A query is an expression and its legend. Expressions are PromQL, with `{{}}` for the selection by the board's variables,
 `{{label="value"}}` for more, and these calls:
@@ -12,10 +12,8 @@ A query is an expression and its legend. Expressions are PromQL, with `{{}}` for
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,18 +186,6 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    content = json.dumps(dashboard(), indent=1) + "\n"
-    stale = not TARGET.exists() or TARGET.read_text() != content
-    if stale:
-        print(f"{'stale' if check else 'wrote'}: {TARGET.relative_to(ROOT)}")
-    if stale and not check:
-        TARGET.write_text(content)
-    return int(check and stale)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def files() -> dict[Path, str]:
+    """Return the text of the file."""
+    return {TARGET: json.dumps(dashboard(), indent=1) + "\n"}

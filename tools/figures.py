@@ -2,8 +2,6 @@
 
 headstart bench ... --json | tail -1 > NAME.json      in that folder: the last line of the command
 python -m tools.picture                               agents.json, with README's picture
-python -m tools.figures                               rewrites the blocks of the pages
-python -m tools.figures --check                       exits with 1 when a block differs
 
 A block begins with `<!-- figures: NAME -->` and has the command of its figures. A goal that the run missed is named.
 """
@@ -12,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -106,22 +103,6 @@ def written(text: str) -> str:
     return _BLOCK.sub(lambda found: f"{found[1]}{found[2]}{BLOCKS[found[1]]()}", text)
 
 
-def main(argv: list[str]) -> int:
-    stale = 0
-    for name in PAGES:
-        page = ROOT / name
-        text = page.read_text(encoding="utf-8")
-        new = written(text)
-        if new == text:
-            continue
-        stale = 1
-        if argv == ["--check"]:
-            print(f"{name}: a figure is not that of benchmarks/results: run python -m tools.figures")
-        else:
-            page.write_text(new, encoding="utf-8")
-            print(f"wrote: {name}")
-    return stale if argv == ["--check"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def files() -> dict[Path, str]:
+    """Return the text of each page."""
+    return {ROOT / name: written((ROOT / name).read_text(encoding="utf-8")) for name in PAGES}

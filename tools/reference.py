@@ -1,32 +1,24 @@
-"""Write the pages that are lists of the code: the refused fields, and the metrics.
-
-python tools/reference.py          rewrites the pages
-python tools/reference.py --check  exits with 1 when a page differs from the code (part of `make check`)
-"""
+"""Write the pages that are lists of the code: the refused fields, and the metrics."""
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from prometheus_client.metrics_core import Metric
+
+from server.api.embeddings import EMBEDDING
+from server.metrics import GatewayMetrics
+from server.schema.field_table import IGNORED, FieldRefusal
+from server.schema.messages import MESSAGES
+from server.schema.requests import CHAT, COMPLETION, RESPONSES
+from server.usage.totals import UsageTotals
+from worker.contracts.metrics import WorkerMetrics
+
 ROOT: Final = Path(__file__).parent.parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from prometheus_client.metrics_core import Metric  # noqa: E402 (also run as a script)
-
-from server.api.embeddings import EMBEDDING  # noqa: E402
-from server.metrics import GatewayMetrics  # noqa: E402
-from server.schema.field_table import IGNORED, FieldRefusal  # noqa: E402
-from server.schema.messages import MESSAGES  # noqa: E402
-from server.schema.requests import CHAT, COMPLETION, RESPONSES  # noqa: E402
-from server.usage.totals import UsageTotals  # noqa: E402
-from worker.contracts.metrics import WorkerMetrics  # noqa: E402
-
 NOTE: Final = "<!-- Written by tools/reference.py from the code; change the texts there. -->"
 ROUTES: Final[Mapping[str, Mapping[str, FieldRefusal]]] = {
     "Chats": CHAT.refused,
@@ -96,19 +88,9 @@ def escaped(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def main(argv: list[str]) -> int:
-    check = argv == ["--check"]
-    pages = {
+def files() -> dict[Path, str]:
+    """Return the text of each page."""
+    return {
         ROOT / "docs" / "api" / "refused.md": refused_fields(),
         ROOT / "docs" / "kubernetes" / "all_metrics.md": metrics(),
     }
-    stale = {path: text for path, text in pages.items() if not path.is_file() or path.read_text() != text}
-    for path, text in stale.items():
-        print(f"{'stale' if check else 'wrote'}: {path.relative_to(ROOT)}")
-        if not check:
-            path.write_text(text, encoding="utf-8")
-    return int(check and bool(stale))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,19 +1,14 @@
 """Write the chart's schema and names, and the table in docs/kubernetes/values.md.
 
-python -m tools.values          rewrites the three files
-python -m tools.values --check  writes nothing and exits with 1 when something would change
-
 The chart's own values are declared once, in values.yaml: a comment at each has its kind in braces, and what it
 means. Options of the processes are declared once, as fields of their configs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields
@@ -338,26 +333,12 @@ def with_table(page: str, text: str) -> str:
     return f"{before}{begin}\n{table(text)}\n{end}{after}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m tools.values", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
+def files() -> dict[Path, str]:
+    """Return the text of each file."""
     text = (CHART / "values.yaml").read_text()
     tree = schema(text)
-    written = {
+    return {
         CHART / "values.schema.json": dumped(tree) + "\n",
         CHART / "files" / "names.json": dumped(names(tree)) + "\n",
         DOCS: with_table(DOCS.read_text(), text),
     }
-    stale = {path: content for path, content in written.items() if not path.exists() or path.read_text() != content}
-    for path, content in stale.items():
-        print(f"{'stale' if check else 'wrote'}: {path.relative_to(ROOT)}")
-        if not check:
-            path.write_text(content)
-    return int(check and bool(stale))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
