@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from array import array
@@ -88,9 +89,9 @@ class Shape:
 def measure(body: bytes) -> Steps[Shape]:
     """Measure a body in linear time, resting after every slice. Raises InvalidRequestError at the first excess.
 
-    The result for invalid JSON is undefined.
+    Raises UnicodeDecodeError for bytes that are no UTF-8. The result for invalid JSON is undefined.
     """
-    shape = Shape(num_values=1)
+    shape, utf8 = Shape(num_values=1), None if body.isascii() else codecs.getincrementaldecoder("utf-8")()
     depth = start = 0
     inside = False
     while start < len(body):
@@ -98,6 +99,8 @@ def measure(body: bytes) -> Steps[Shape]:
         start += len(part)
         if start < len(body) and (len(part) - len(part.rstrip(b"\\"))) % 2:  # it ends within an escape
             part, start = part[:-1], start - 1
+        if utf8 is not None:
+            utf8.decode(part, start >= len(body))
         has_escapes = b"\\" in part
         pieces = (part.replace(b"\\\\", b"").replace(b'\\"', b"") if has_escapes else part).split(b'"')
         structure = b"".join(pieces[inside::2])
@@ -138,17 +141,19 @@ async def read_json(
     Raises ContextLengthError with `param` for more text than `text_limit` returns.
     """
     is_large = len(body) >= LARGE_BODY_BYTES
-    if is_large:
-        shape, limit, message = await run_sliced(measure(body)), text_limit(), ""
-        memory_bytes = shape.char_bytes * shape.num_text_chars
-        if memory_bytes > max(len(body), MAX_WIDE_BYTES):
-            message = f"the body's strings take up to {memory_bytes} bytes in memory: send less text at once"
-        elif limit.num_bytes is not None and shape.num_text_bytes > limit.num_bytes:
-            message = f"the body's strings take {shape.num_text_bytes} bytes"
-            message = f"{message}, and the models served here read at most {limit.num_bytes}"
-        if message:
-            raise ContextLengthError(message, limit.max_model_len, is_of_model=False, param=param)
     try:
+        if is_large:
+            shape, limit, message = await run_sliced(measure(body)), text_limit(), ""
+            memory_bytes = shape.char_bytes * shape.num_text_chars
+            if memory_bytes > max(len(body), MAX_WIDE_BYTES):
+                message = f"the body's strings take up to {memory_bytes} bytes in memory: send less text at once"
+            elif limit.num_bytes is not None and shape.num_text_bytes > limit.num_bytes:
+                message = f"the body's strings take {shape.num_text_bytes} bytes"
+                message = f"{message}, and the models served here read at most {limit.num_bytes}"
+            if message:
+                raise ContextLengthError(message, limit.max_model_len, is_of_model=False, param=param)
+        elif not body.isascii():
+            body.decode()  # `decode` leaves fields that are read later, or by an engine, as they are
         decoded = decode(body)
     except msgspec.ValidationError as error:
         kind = getattr(getattr(decode, "__self__", None), "type", None)  # `decode` is a method of a Decoder

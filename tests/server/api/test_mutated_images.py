@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import socket
 from typing import Any
 
@@ -13,11 +14,26 @@ from tokenizers import Tokenizer
 
 from tests.server.api.engine_worker import engine_gateway
 from tests.server.api.mutated_images import mutated
-from tests.server.api.seeing_engine import SeeingWorker
+from tests.server.api.seeing_engine import CHAT, MESSAGES, RESPONSES, SeeingWorker, body_of, data_url, part_of, png
+from tests.server.api.test_blocks import DOCUMENT
 from tests.server.test_app import post
 from worker.wire import TokenizerBundle
 
 NUM_BODIES = 1000
+STRING = re.compile(rb'"[^"]*"')
+TEXT, URL = {"type": "text", "text": "a"}, data_url(png())
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "a name"}}}
+TOOL = {"name": "look", "parameters": SCHEMA}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+BODIES = (
+    (
+        CHAT,
+        body_of(CHAT, part_of(CHAT, URL), TEXT, tools=[{"type": "function", "function": TOOL}], metadata={"c": "d"}),
+    ),
+    (CHAT, body_of(CHAT, TEXT, response_format=FORMAT)),
+    (MESSAGES, body_of(MESSAGES, part_of(MESSAGES, URL), DOCUMENT, tools=[{"name": "look", "input_schema": SCHEMA}])),
+    (RESPONSES, body_of(RESPONSES, part_of(RESPONSES, URL), tools=[{"type": "function"} | TOOL])),
+)
 
 
 @pytest.mark.e2e
@@ -58,3 +74,22 @@ def watch(connected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(loop, "sock_connect", sock_connect)
+
+
+@pytest.mark.parametrize("wrong", [b"\xff", b"\\ud800"])
+async def test_text_that_is_none_is_refused_anywhere(
+    bundle: TokenizerBundle, raw_tokenizer: Tokenizer, wrong: bytes
+) -> None:
+    """Also in what is read later than the body: sources, arguments, schemas."""
+    engine = SeeingWorker(bundle, tokenizer=raw_tokenizer)
+    async with engine_gateway(engine, max_images=8) as target:
+        for path, body in BODIES:
+            raw = json.dumps(body).encode()
+            status, _, answer = await post(target.url, raw.replace(b'"user"', b'"us\xffer"') + b" " * (1 << 16), path)
+            assert (status, b"UTF-8" in answer or b"utf-8" in answer) == (400, True), "a body that is read in slices"
+            assert (await post(target.url, raw, path))[0] == 200, path
+            for string in STRING.finditer(raw):
+                at = string.end() - 1
+                changed = raw[:at] + wrong + raw[at:]
+                status, _, answer = await post(target.url, changed, path)
+                assert status == 400 or (status == 200 and wrong != b"\xff"), (changed, answer)
