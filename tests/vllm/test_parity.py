@@ -120,7 +120,7 @@ class Pair:
         else:
             want, got = error_of(by_itself), error_of(behind)
             if (wrong_type := WRONG_TYPE.match(got[1])) and want[0] == got[0] and wrong_type[1] in (want[2] or ""):
-                want = got  # the gateway reads this field too, and says so in its own words
+                want = got  # the gateway reads this field too, and refuses it in its own words
         return "" if same(want, got) else f"{path} {json.dumps(body, ensure_ascii=False)}\n{want}\n{got}"
 
 
