@@ -89,7 +89,7 @@ def _parts(decoder: Any, packed: bytes, coding: str) -> Iterator[bytes]:
         data, is_full = packed[start : start + PART_BYTES], True
         while data or is_full:
             if decoder.eof:
-                raise InvalidRequestError(f"Bytes follow the end of the {coding} body.")
+                raise InvalidRequestError(f"Bytes follow the end of the {coding} body: send one frame or member.")
             try:
                 part = decoder.decompress(data, PART_BYTES)
             except Exception as error:  # the two libraries' own
