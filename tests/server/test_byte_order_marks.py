@@ -16,9 +16,11 @@ from server.auth.limits import KeyEntry, TenantEntry
 from server.cli import keys
 from server.http.middleware import BodyLimitMiddleware
 from server.schema.requests import ChatRequest
+from tests import smollm2
 from tests.members import make_member
 from worker.common.command_line import read_text
 from worker.config import parse
+from worker.files.tokenizer_files import fields_of_folder
 
 DIGEST = "sha256:" + "0" * 64
 MARK = b"\xef\xbb\xbf"
@@ -34,6 +36,18 @@ def test_a_secret_and_options_may_begin_with_a_mark(tmp_path: Path) -> None:
     assert read_text("--x", str(tmp_path / "secret")) == "a secret"
     (tmp_path / "options.toml").write_bytes(MARK + b'[worker]\r\nmodel = "m"\r\n')
     assert parse(["--config", str(tmp_path / "options.toml")]).model == "m"
+
+
+def test_the_texts_of_a_model_may_begin_with_a_mark(tmp_path: Path) -> None:
+    """A mark of a template would be the first token of each prompt."""
+    (tmp_path / "tokenizer.json").write_text(smollm2.tokenizer().to_str())
+    config, template = b'{"eos_token": "<|im_end|>"}', b"{{ messages[0].content }}\r\n"
+    found = []
+    for mark in (b"", MARK):
+        (tmp_path / "tokenizer_config.json").write_bytes(mark + config)
+        (tmp_path / "chat_template.jinja").write_bytes(mark + template)
+        found.append(fields_of_folder(tmp_path))
+    assert found[0] == found[1]
 
 
 def test_the_digest_is_of_the_key_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

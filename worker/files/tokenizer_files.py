@@ -119,7 +119,7 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
 
 def _read(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
 
