@@ -7,7 +7,9 @@ from typing import Any, Final
 import pytest
 
 from server.errors import InvalidRequestError
-from server.schema.wishes import Wish
+from server.schema import wishes
+from server.schema.field_table import REFUSED_FIELDS
+from server.schema.wishes import EFFORT_NAMES, TOGGLES, Wish
 from tests.server.text.scales import SCALES
 from tests.server.text.template_families import FAMILIES
 from tests.server.text.test_chat_template import USER, request, template
@@ -93,6 +95,12 @@ def test_names_without_effect_are_named() -> None:
 )
 def test_the_first_of_two_wishes_counts(fields: dict[str, Any], wish: Wish) -> None:
     assert request(USER, **fields).wishes.wish == wish
+
+
+@pytest.mark.parametrize("name", dict.fromkeys([*[row[0] for row in TOGGLES], *EFFORT_NAMES, "disable_reasoning"]))
+def test_no_name_of_a_switch_is_dropped_in_silence(name: str) -> None:
+    """A chat's field with such a name is a word for a wish, or refused."""
+    assert name in wishes.WORDS or name in REFUSED_FIELDS["/v1/chat/completions"]
 
 
 @pytest.mark.parametrize("fields", [{"think": "loud"}, {"thinking": [1]}, {"reasoning": {"effort": 0.5}}])
