@@ -1,7 +1,7 @@
 """Check the pages, docstrings and comments against the repository.
 
-In pages: links and anchors, files, tests, make targets, commands, metrics, measured claims, width and length. In
-docstrings and comments: sections, files, modules and classes.
+In pages: links and anchors, files, tests, make targets, commands, metrics, measured claims, tables, width and length.
+In docstrings and comments: sections, files, modules and classes.
 Run by `make check`. Prints each finding as FILE:LINE and exits with 1 when there is one.
 """
 
@@ -47,6 +47,7 @@ FILE: Final = re.compile(rf"(?<![\w/.])((?:{'|'.join(FOLDERS)})[\w./-]+\.(?:py|m
 METRIC: Final = re.compile(r"^headstart_[a-z_]+(?=$|[{*])")
 LISTED: Final = re.compile(r"(?:^|\s{3})([a-z][a-z_]+)  +\S", re.MULTILINE)
 HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
+DASHES: Final = re.compile(r"^\|(?: *:?-+:? *\|)+$")
 RESULTS: Final = re.compile(r"RESULTS\.md(?!#)")
 MAX_WIDTH: Final = 120
 """The width of a line that Markdown can wrap."""
@@ -164,6 +165,18 @@ def oversized(page: Path) -> Iterator[tuple[int, str]]:
         yield len(lines), f"a page of {len(lines)} lines"
 
 
+def broken_tables(page: Path) -> Iterator[tuple[int, str]]:
+    """Yield the first rows of tables that no line of dashes follows: they are shown as plain text."""
+    before, in_fence = "", False
+    lines = page.read_text(encoding="utf-8").splitlines()
+    for number, (line, after) in enumerate(zip(lines, [*lines[1:], ""], strict=True), start=1):
+        in_fence ^= line.lstrip().startswith("```")
+        is_first = line.startswith("|") and not before.startswith("|")
+        if is_first and not in_fence and not DASHES.match(after):
+            yield number, "a row without the head of a table"
+        before = line
+
+
 def num_words(page: Path) -> int:
     """Return the words of a page, 0 of one that is generated."""
     text = page.read_text(encoding="utf-8")
@@ -234,6 +247,7 @@ def main() -> int:
     found += [(page, *problem) for page in pages() for problem in unproven(page.read_text(encoding="utf-8"))]
     found += [(page, *problem) for page in bounded_pages() for problem in oversized(page)]
     found += [(page, *problem) for page in bounded_pages() for problem in unknown_metrics(page)]
+    found += [(page, *problem) for page in pages() for problem in broken_tables(page)]
     if (words := sum(map(num_words, bounded_pages()))) > MAX_WORDS:
         found.append((ROOT / "docs", 1, f"the pages by hand have {words:,} words, of at most {MAX_WORDS:,}"))
     for page, number, text in found:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import httpx
 import psutil
@@ -17,6 +20,8 @@ from tests.e2e.serving import READY, SMALL_POOL, Serve, cached_tokens, chat
 from tests.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.e2e
+
+TUTORIAL: Final = Path(__file__).parents[2] / "docs" / "tutorial.md"
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +112,14 @@ def test_restarted_worker_is_not_credited_with_lost_blocks(serve: Serve, model: 
     assert first.json()["choices"][0]["message"] == second.json()["choices"][0]["message"]
     assert cached_tokens(second) == 0
     assert int(second.headers["x-headstart-cached-tokens"]) == 0
+
+
+def test_the_tutorial_kills_one_worker(serve: Serve) -> None:
+    """Its command is for the worker that it names, and for no other process of this `headstart serve`."""
+    (pattern,) = re.findall(r'^pkill -9 -f "(.*)"$', TUTORIAL.read_text(encoding="utf-8"), re.MULTILINE)
+    command = re.compile(pattern.replace("$PWD/.venv/bin/python", re.escape(sys.executable)))
+    lines = [" ".join(process.cmdline()) for process in (psutil.Process(serve.process.pid), *serve.family())]
+    assert [line for line in lines if command.search(line)] == [" ".join(serve.child("worker-0").cmdline())]
 
 
 def test_stops_at_ctrl_c(tiny_model: Path) -> None:

@@ -22,7 +22,9 @@ from tests.waiting import HANG_S
 pytestmark = pytest.mark.e2e
 
 ROOT: Final = Path(__file__).parent.parent.parent
-PROGRAMS: Final = ("make", "headstart", "curl", "helm", "docker", "kubectl", "python", "podman", "openssl", "redis-cli")
+PROGRAMS: Final = (
+    *("make", "headstart", "curl", "helm", "docker", "kubectl", "python", "podman", "openssl", "pkill", "redis-cli"),
+)
 FENCE: Final = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 HERE: Final = "run here"
 COVERED: Final = {
@@ -35,6 +37,7 @@ COVERED: Final = {
     r"make gpu-(check|bundle)": "tests/benchmarks/test_gpu.py",
     r"python -m sglang\.launch_server": "tests/worker/adapter/test_over_sglang.py",
     r"headstart serve": "tests/e2e/serving.py",
+    r"pkill ": "tests/e2e/test_faults.py",
     r"headstart (gateway|worker)": "tests/e2e/test_main_job.py",
     r"headstart bench route": "tests/benchmarks/dev/test_route.py",
     r"headstart bench replay": "tests/e2e/test_replay.py",

@@ -124,6 +124,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
                 " -> Sequence[float]:\n        return [0.0] * len(workers)\n\n\n",
             ),
             Edit("server/router/policies.py", '    "consistent_hash": Cons', '    "example": Example,\n'),
+            Edit("docs/routing.md", "| `longest_prefix` |", "| `example` | all are equal |\n"),
         ],
         ["tests/server/router/test_policies.py"],
     ),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_docs import ROOT, dead_links, dead_references, unknown_metrics
+from tools.check_docs import ROOT, broken_tables, dead_links, dead_references, unknown_metrics
 
 NAMES = {"CancelOnDisconnect", "Models"}
 
@@ -56,3 +56,9 @@ def test_metrics_of_a_page(tmp_path: Path) -> None:
     )
     unknown = "headstart_inter_token_latency_seconds", "headstart_work", "headstart_used_"
     assert list(unknown_metrics(page)) == [(2, f"there is no metric {name}") for name in unknown]
+
+
+def test_a_row_that_an_empty_line_parts_from_its_table(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("| a | b |\n| --- |:-:|\n| 1 | 2 |\n\n| 3 | 4 |\n| 5 | 6 |\n\n```\n| not a table |\n```\n| end |\n")
+    assert [number for number, _ in broken_tables(page)] == [5, 11]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,3 +252,10 @@ def test_no_cost_is_negative_and_a_key_counts_without_the_index(
 def test_a_match_that_most_have_makes_no_home() -> None:
     alike = [view(f"w{at}", matched_tokens=64) for at in range(3)]
     assert [idle_best_matches(alike, common) for common in (None, 64, 16)] == [[], [], [0, 1, 2]]
+
+
+def test_the_page_has_a_row_for_each_policy() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "routing.md").read_text(encoding="utf-8")
+    rows = page.partition("## Other policies")[2].partition("\n## ")[0]
+    names = [name for cell in re.findall(r"^\| ([^|]+) \|", rows, re.MULTILINE) for name in re.findall("`(.+?)`", cell)]
+    assert sorted(names) == sorted(POLICIES)
