@@ -67,6 +67,11 @@ RECIPES: Final[Mapping[str, Recipe]] = {
                 '    "granite3":',
                 '    "example": ("{{ tools }}<example>", listed("<example>", "</example>")),\n',
             ),
+            Edit(
+                "tests/server/api/test_call_forms.py",
+                '    "granite3": "<|tool_call|>" + LISTED',
+                '    "example": f"<example>{LISTED_CALL}</example>",\n',
+            ),
         ],
         [
             *("tests/server/text/test_formats.py", "tests/server/api/test_call_forms.py"),
