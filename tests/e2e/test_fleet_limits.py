@@ -6,7 +6,6 @@ import asyncio
 import json
 import secrets
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -32,7 +31,6 @@ KEYS = {
     "tokens": "tokens_per_minute = 6000",
     "streams": "max_streams = 8",
     "day": "tokens_per_day = 3000",
-    "other": "requests_per_minute = 300\nmax_streams = 8",
 }
 
 
@@ -152,22 +150,3 @@ async def test_streams_hold_over_four_gateways_and_a_kill(tmp_path: Path) -> Non
         for response in [*opened, *(each for place in by_place if place is not by_place[killed] for each in place)]:
             assert b"[DONE]" in await response.read()
         await until(lambda: made.asks((killed + 2) % NUM_GATEWAYS, "streams"))
-
-
-async def test_each_gateway_grants_a_quarter_without_redis(tmp_path: Path) -> None:
-    """While it is gone, and while a counter is above what any fleet can have granted."""
-    async with site(tmp_path) as made:
-        with redis.Redis(unix_socket_path=str(made.server.socket)) as client:
-            client.flushall()
-            assert await made.asks(0, "other")
-            (name,) = client.keys("*:limits:*")  # type: ignore[misc]
-            client.hset(name, "requests", f"1e9 {time.time()}")
-        granted: Counter[int] = Counter()
-        begun_s = time.monotonic()
-        for number in range(100 * NUM_GATEWAYS):
-            if number == 40 * NUM_GATEWAYS:
-                made.server.kill()
-            granted[number % NUM_GATEWAYS] += bool(await made.asks(number % NUM_GATEWAYS, "other"))
-        refill = 1.25 * (time.monotonic() - begun_s)
-        for place in range(NUM_GATEWAYS):
-            assert 74 <= granted[place] <= 76 + refill

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tests import smollm2 as reference_source
 from tests.e2e.serving import Serve, trace_path
-from tests.e2e.test_embeddings import TEXTS, Embedder, check_batch_and_alone, serving
+from tests.embedding_models import reference as embedding_of
 from tests.embedding_models import write_smollm2
 
 pytestmark = pytest.mark.e2e
@@ -26,6 +26,11 @@ OTHERS = 0.4
 """The share of the prompts, the shorter ones, that is answered again by a server with another prefix cache."""
 TIE = 1e-4
 """Two logits this close may be ordered either way by the rounding of another summation order."""
+
+SENTENCE = "the capital of France is Paris and that of Japan is Tokyo where many people live"
+WORDS = SENTENCE.split(" ")
+TEXTS = [f"Text {i}: {' '.join(WORDS[(i * 5 + j) % len(WORDS)] for j in range(3 + 9 * i % 70))}" for i in range(9)]
+EMBEDDING_TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module", params=[SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.deep)], ids=str)
@@ -95,10 +100,18 @@ def test_equals_transformers_generate(prompts: list[list[int]], answers: list[li
 
 
 def test_embeddings_equal_transformers(reference: Any, tmp_path: Path) -> None:
+    """Singly, in a batch, and from the cache."""
     folder = write_smollm2(tmp_path / "embedder", "mean_tokens")
-    with serving(folder, "--kv-cache-memory 256M") as serve:
-        embedder = Embedder(serve, reference.model, reference_source.tokenizer(), "mean_tokens")
-        check_batch_and_alone(embedder, TEXTS[:3], 1)
+    ids = [reference_source.tokenizer().encode(text).ids for text in TEXTS]
+    wanted = torch.stack([embedding_of(reference.model, each, "mean_tokens") for each in ids])
+    options = ["--num-workers", "2", "--threads", "1", "--worker-args", "--kv-cache-memory 256M"]
+    with Serve("--model", str(folder), *options) as serve:
+        model = serve.model()
+        for batches in ([TEXTS], [[text] for text in TEXTS]):
+            answers = [serve.post("/v1/embeddings", {"model": model, "input": batch}) for batch in batches]
+            got = [torch.tensor(item["embedding"]) for answer in answers for item in answer.json()["data"]]
+            assert (torch.stack(got) - wanted).abs().max() < EMBEDDING_TOLERANCE
+    assert (wanted[0] - wanted[1]).abs().max() > 100 * EMBEDDING_TOLERANCE, "the texts are told apart"
 
 
 # In the suite, tests/worker/test_exactness.py holds all three caches to each other, on a tiny model.

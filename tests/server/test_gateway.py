@@ -18,7 +18,6 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer
 
-from cache.hashing import hash_chain
 from server.config import GatewayConfig, parse
 from tests.e2e.serving import free_ports
 from tests.server.conftest import ANSWER
@@ -100,39 +99,6 @@ async def test_two_ports_from_a_static_worker(worker: ScriptedWorker) -> None:
         maps = mapped_files(gateway.process.pid)
         assert "tokenizers" in maps
         assert "torch" not in maps
-
-
-@pytest.mark.e2e
-async def test_a_hot_prefix_is_copied_without_redis(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
-    """The workers answer at once, and report 200 tokens a second: the holder counts as full."""
-    reply = raw_tokenizer.encode(ANSWER).ids[:1]
-    workers = [
-        ScriptedWorker(bundle, worker_id=f"w{n}", reply=reply, prefill_tokens_per_s=200.0, layout="l") for n in range(2)
-    ]
-    prefix = " ".join(f"Line {number} of the book." for number in range(40))
-    async with AsyncExitStack() as stack:
-        for each in workers:
-            each.url = await stack.enter_async_context(listening(each.app()))
-        gateway = await stack.enter_async_context(gateway_process("--workers", *(each.url for each in workers)))
-        await gateway.until_ready()
-        async with asyncio.timeout(HANG_S):
-            number, metrics = 0, ""
-            while 'headstart_chain_copies_total{end="made"} 1.0' not in metrics:
-                number += 1
-                content = f"{prefix} Question {number}: which line is that?"
-                status, _, _ = await post(gateway.url, chat(messages=[{"role": "user", "content": content}]))
-                assert status == 200
-                _, metrics = await gateway.get(gateway.ops + "/metrics")
-        (target,) = [each for each in workers if each.adopted]
-        (holder,) = [each for each in workers if not each.adopted]
-        (adopted,) = target.adopted
-        assert (adopted.url, adopted.epoch, adopted.layout) == (holder.url, "epoch-" + holder.worker_id, "l")
-        (chain,) = adopted.chains
-        request = holder.received[0]
-        assert chain.root == request.root
-        hashes = hash_chain(request.root, request.prompt_ids, bundle.block_size)
-        assert chain.block_hashes() == hashes[: len(chain.block_hashes())]
-        assert len(target.received) < len(holder.received)
 
 
 @pytest.mark.e2e

@@ -1,21 +1,19 @@
-"""The adapter over the fake engine, on real sockets: what is promised is what the engine holds, whatever happens."""
+"""The adapter over the fake engine, on real sockets. `test_deployments.py` compares what is promised and found."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.fake_engine.server import FakeEngine
 from tests.waiting import until
-from tests.worker.adapter.rig import OTHER_ROOT, Rig, fake_engine, make_request, running, token_ids
+from tests.worker.adapter.rig import OTHER_ROOT, Rig, fake_engine, make_request, running
 from worker.adapter.api import EventSource
 from worker.adapter.health import facts_of
 from worker.adapter.vllm import VllmApi
 from worker.common.capabilities import adapters_in
-from worker.wire import End, GenerateRequest
 
 PROMPT = range(100, 300)
 """Six blocks of the engine's 32."""
@@ -43,32 +41,6 @@ async def rig_over(fake: FakeEngine, url: str) -> Rig:
     await api.version()
     facts = facts_of(await api.load(), await api.model())
     return Rig(api, EventSource(events.endpoint, events.replay, events.topic), facts)
-
-
-def has_published(rig: Rig, request: GenerateRequest, num_tokens: int) -> bool:
-    return rig.num_published(request) >= num_tokens
-
-
-@pytest.fixture
-def fake(engine: tuple[FakeEngine, str]) -> FakeEngine:
-    return engine[0]
-
-
-async def test_promised_is_found(rig: Rig, fake: FakeEngine) -> None:
-    prompt = list(PROMPT)
-    for _ in range(4):
-        request = make_request(prompt, max_tokens=40, ignore_eos=True)
-        promised = min(rig.num_published(request), len(prompt) - 1) // 32 * 32
-        frames = await rig.answer(request)
-        assert isinstance(frames[-1], End)
-        assert frames[0].num_cached_tokens == frames[-1].num_cached_tokens == promised
-        prompt += [*token_ids(frames), *range(50)]
-        whole, least = make_request(prompt), (len(prompt) - 51) // 32 * 32
-        await until(partial(has_published, rig, whole, least))
-    assert promised > 200
-    other = await rig.answer(make_request(prompt, root=OTHER_ROOT))
-    assert other[0].num_cached_tokens == other[-1].num_cached_tokens == 0, "another tenant"
-    await until(lambda: rig.num_published(make_request(prompt, root=OTHER_ROOT)) >= 320)
 
 
 async def test_an_adapter_shares_nothing_with_the_model(rig: Rig) -> None:
