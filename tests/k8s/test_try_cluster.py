@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Final
@@ -17,7 +16,7 @@ import yaml
 
 from tests.k8s import chart
 from tests.k8s.chart import containers, of_kind, pod_templates
-from tests.k8s.tools import DEST, HELM_VERSIONS, ROOT, call, succeed
+from tests.k8s.tools import HELM_VERSIONS, ROOT, call, succeed
 
 SCRIPT: Final = ROOT / "tools" / "try_cluster.sh"
 IMAGES: Final = ("registry.example:5000/gateway:1", "registry.example:5000/worker:2")
@@ -120,31 +119,6 @@ def test_a_later_failure_does_not_hide_the_other_steps(programs: Path) -> None:
     assert "The output of each step is in" in done.stdout
 
 
-def test_all_missing_programs_are_named(programs: Path) -> None:
-    system = "/usr/bin:/bin"
-    missing = [name for name in ("kind", "docker") if shutil.which(name, path=system) is None]
-    if not missing:
-        pytest.skip("kind and docker are here")
-    for name in missing:
-        (programs / name).unlink()
-    env = os.environ | {"PATH": f"{programs}:{system}", "CALLS": os.devnull, "TMPDIR": str(programs.parent)}
-    done = call(SCRIPT, *IMAGES, env=env)
-    assert done.returncode == 1
-    assert report(done.stdout)[-1] == ("failed", f"{STEPS[0]}: install {' '.join(missing)}, and put them on PATH")
-
-
-def test_a_build_needs_the_place_of_torch(programs: Path) -> None:
-    done, _ = tried(programs, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="")
-    assert done.returncode == 1
-    assert "set PIP_EXTRA_INDEX_URL" in report(done.stdout)[-1][1]
-
-
-def test_images_need_a_tag() -> None:
-    done = call(SCRIPT, "registry.example:5000/gateway", "worker:2")
-    assert done.returncode == 2
-    assert "REPOSITORY:TAG" in done.stderr
-
-
 @pytest.mark.parametrize("version", HELM_VERSIONS)
 def test_its_values_render_restricted_pods(version: str) -> None:
     values = yaml.safe_load(succeed(SCRIPT, "values"))
@@ -156,16 +130,3 @@ def test_its_values_render_restricted_pods(version: str) -> None:
     assert "try-headstart-api-keys" in {d["metadata"]["name"] for d in of_kind(documents, "Secret")}
     images = {c["image"] for _, pod in pod_templates(documents) for c in containers(pod)}
     assert {"headstart-gateway:try", "headstart-worker:try"} < images
-
-
-@pytest.mark.parametrize("version", HELM_VERSIONS)
-def test_helm_has_the_options_that_it_uses(version: str) -> None:
-    """Both versions have them."""
-    lines = re.findall(
-        r'^.*\bchart (install|upgrade|uninstall|test) "\$RELEASE"(.*)$', SCRIPT.read_text(), re.MULTILINE
-    )
-    assert {command for command, _ in lines} == {"install", "upgrade", "uninstall", "test"}
-    for command, words in lines:
-        text = succeed(DEST / version, command, "--help")
-        for option in ["--kube-context", "--namespace", "--set", *re.findall(r"--[a-z-]+", words)]:
-            assert option in text or (option == "--set" and command in ("uninstall", "test")), (command, option)

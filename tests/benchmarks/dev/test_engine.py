@@ -25,33 +25,28 @@ STABLE = {
 SMALL = ["--steps", "3", "--tokens", "2", "--rounds", "1", "--chunk", "2048", "--threads", "1"]
 
 
-def test_every_figure_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The bench checks for itself that what it times as cached is."""
-    write_tiny_model(tmp_path, max_position_embeddings=8192)
-    threads = torch.get_num_threads()
-    assert engine.main(["--model", str(tmp_path), "--dtype", "float32", "--json", *SMALL]) == 0
-    torch.set_num_threads(threads)
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    figures = printed["figures"]
-    assert figures.keys() >= STABLE
-    assert all(math.isfinite(value) and value > 0 for value in figures.values())
-    assert printed["env"]["dtype"] == "float32"
-
-
-def test_a_shape_of_random_weights_needs_no_files(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_file", [True, False])
+def test_every_figure_comes_out(
+    is_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine with a GPU and no network; and steps overlap, as there."""
-    monkeypatch.setattr(model_runner, "DeviceStream", lambda device: LateStream())
+    """Random weights, as on a machine with a GPU and no network, need no files; and steps overlap, as there.
+
+    The bench checks for itself that what it times as cached is.
+    """
+    if is_file:
+        write_tiny_model(tmp_path, max_position_embeddings=8192)
+        arguments = ["--model", str(tmp_path)]
+    else:
+        monkeypatch.setattr(model_runner, "DeviceStream", lambda device: LateStream())
+        arguments = ["--shape", "tiny"]
     threads = torch.get_num_threads()
-    arguments = ["--shape", "tiny", "--dtype", "float32", "--block-size", "32", "--json", *SMALL]
-    assert engine.main(arguments) == 0
+    assert engine.main([*arguments, "--dtype", "float32", "--block-size", "32", "--json", *SMALL]) == 0
     torch.set_num_threads(threads)
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed["figures"].keys() >= STABLE
     assert all(math.isfinite(value) and value > 0 for value in printed["figures"].values())
-    assert printed["env"]["model"] == "tiny of random weights"
-    assert printed["env"]["block_size"] == 32
+    assert (printed["env"]["dtype"], printed["env"]["block_size"]) == ("float32", 32)
+    assert is_file or printed["env"]["model"] == "tiny of random weights"
 
 
 def test_the_shape_that_stands_for_a_large_model_has_its_size() -> None:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import random
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
 from benchmarks.dev.route import options_of
 from benchmarks.dev.route_load.runs import POOLED, POOLED1, execute, plan, processes
-from benchmarks.dev.simulation.fleet import Fleet, ReplaySettings
 from benchmarks.dev.simulation.outcomes import Outcome
-from benchmarks.dev.simulation.replay import Replay
-from benchmarks.dev.simulation.traces import ConversationTrace
-from server.router.policies import make_policy
 
 CELL = "conv25_n8"
 REFERENCE_RUNS = {"one": (["headstart", "llm-d", "least_load"], ["--engine", "fifo", "--hold", "0"])}
@@ -91,50 +81,6 @@ def test_shared_steps_bring_headstart_near_the_bound(outcomes: dict[str, Outcome
 def test_headstart_beats_the_others(outcomes: dict[str, Outcome]) -> None:
     for rival in ("one.llm-d", "one.least_load"):
         assert outcomes["one.headstart"].ttft_mean_s < outcomes[rival].ttft_mean_s
-
-
-def conversations(path: Path, num_requests: int) -> Path:
-    """Write a small trace in the recorded form: turns of conversations that share a system prompt."""
-    rng = random.Random(7)
-    ids = iter(range(1, 1 << 20))
-    open_chats = [[0] for _ in range(8)]
-    with gzip.open(path, "wt") as lines:
-        for number in range(num_requests):
-            chat = rng.choice(open_chats)
-            chat.extend(next(ids) for _ in range(rng.randint(1, 6)))
-            turn = {"timestamp": 250 * number, "input_length": 512 * len(chat), "output_length": 100, "hash_ids": chat}
-            lines.write(json.dumps(turn) + "\n")
-            if len(chat) > 24:
-                chat[:] = [0]
-    return path
-
-
-def test_a_real_redis_gives_the_figures_of_the_index_in_memory(tmp_path: Path) -> None:
-    trace = ConversationTrace(conversations(tmp_path / "trace.jsonl.gz", 150))
-    workload = trace.workload(num_workers=4, load=0.9, seed=1)
-    settings = ReplaySettings(num_workers=4, cache_share=0.3)
-    memory, redis = (
-        Replay(workload, lambda: make_policy("headstart"), replace(settings, redis=real)).run()
-        for real in (False, True)
-    )
-    assert redis == memory
-    assert memory.hit > 0.3
-
-
-def test_wrong_rates_are_reported_ten_seconds_late(tmp_path: Path) -> None:
-    trace = ConversationTrace(conversations(tmp_path / "trace.jsonl.gz", 2))
-    workload = trace.workload(num_workers=6, load=0.9, seed=1)
-    fleet = Fleet(workload, ReplaySettings(num_workers=6, cache_share=9.0, wrong_rates=True))
-    reported = []
-    for worker in [fleet.make_worker() for _ in range(6)]:
-        for ended_s in (2.0, 4.0):
-            worker.line.add(3000, 1.5, ended_s)
-        rates = []
-        for now_s in (5.0, 14.5, 15.5):
-            worker.report(now_s)
-            rates.append(worker.load.prefill_tokens_per_s)
-        reported.append(rates)
-    assert reported == [[0.0, 0.0, pytest.approx(rate)] for rate in (4000.0, 2000.0, 2000.0, 1000.0, 2000.0, 2000.0)]
 
 
 def test_moving_blocks_nears_the_bound(outcomes: dict[str, Outcome]) -> None:

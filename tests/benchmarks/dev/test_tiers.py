@@ -1,8 +1,7 @@
-"""The bench over real workers of a tiny model, and over scripted ones that answer wrongly."""
+"""The bench over real workers of a tiny model."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.dev import tiers
-from benchmarks.dev.tiers_load.worker import Answer
 from tests.tiny_model import write_tiny_model
 
 # Names that scripts outside of the repository read.
@@ -33,46 +31,3 @@ def test_every_figure_comes_out(
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
     assert figures.keys() >= STABLE
     assert all(math.isfinite(figures[name]) and figures[name] > 0 for name in STABLE)
-
-
-class ScriptedWorker:
-    """Stands in for a process: finds every prompt but the first time, and answers with `answer`."""
-
-    url = epoch = ""
-
-    def __init__(self, options: list[str]) -> None:
-        self._prompts: list[list[int]] = []
-
-    def ask(self, prompt_ids: list[int], num_tokens: int, source: object = None) -> Answer:
-        is_known = prompt_ids in self._prompts or source is not None
-        self._prompts.append(prompt_ids)
-        return Answer(0.1, 0.1, (len(prompt_ids) - 1) // 16 * 16 if is_known else 0, None, self.answer(is_known))
-
-    def answer(self, is_known: bool) -> tuple[int, ...]:
-        return (1, 2)
-
-    def metric(self, name: str, **labels: str) -> float:
-        return float(len(self._prompts) * 1000)
-
-    def device_read_bytes(self) -> int:
-        return 0
-
-    def stop(self) -> None:
-        pass
-
-    start = stop
-
-
-def scripted_bench(monkeypatch: pytest.MonkeyPatch, worker: type[ScriptedWorker], folder: Path) -> tiers.TiersBench:
-    monkeypatch.setattr(tiers, "BenchWorker", worker)
-    options = argparse.Namespace(model="", prompt_tokens=1024, rounds=2, pairs=1)
-    return tiers.TiersBench(options, folder, 8192)
-
-
-def test_another_answer_than_the_computed_one_fails_the_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class WrongWorker(ScriptedWorker):
-        def answer(self, is_known: bool) -> tuple[int, ...]:
-            return (1, 3) if is_known else (1, 2)
-
-    with pytest.raises(SystemExit, match="in the pool"):
-        scripted_bench(monkeypatch, WrongWorker, tmp_path).measure_first_tokens()
