@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
-from tests.server.test_app import post, post_once
+from tests.server.test_app import post
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
@@ -150,55 +150,6 @@ async def test_code_completion_may_send_32_stops(worker: ScriptedWorker, path: s
         status, _, raw = await post(target.url, {**body, field: [*STOPS, "x"]}, path)
     assert status == 400
     assert f"{field} takes at most 32 strings" in json.loads(raw)["error"]["message"]
-
-
-REFUSED: Final[dict[str, tuple[str, dict[str, Any], str]]] = {
-    "Anthropic's choice in a chat": (
-        CHAT,
-        {"tools": [TOOL], "tool_choice": {"type": "any"}},
-        "tool_choice is none, auto, required, one function",
-    ),
-    "Anthropic's tool in a chat": (CHAT, {"tools": [CLAUDE_TOOL]}, "tools[0].type is required"),
-    "a tool without a name": (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function is"),
-    "a tool whose arguments are no object": (
-        CHAT,
-        {"tools": [{"type": "function", "function": {"name": "read", "parameters": {"type": "string"}}}]},
-        "tools[0].function.parameters must be a JSON schema with type: object",
-    ),
-    "a tool whose name has dots": (
-        CHAT,
-        {"tools": [{"type": "function", "function": {"name": "mcp.read"}}]},
-        "tools[0].function.name: must match",
-    ),
-    "an unknown block in a result": (
-        MESSAGES,
-        loaded([{"type": "hologram", "source": {}}]),
-        "messages[2].content[0].content[0].type is 'hologram'",
-    ),
-    "a reference to no tool": (MESSAGES, loaded([{"type": "tool_reference"}]), "content[0].tool_name is required"),
-    "one call at a time": (MESSAGES, {"parallel_tool_calls": False}, "use tool_choice.disable_parallel_tool_use"),
-    "no beginning of an answer": (RESPONSES, {"add_generation_prompt": False}, "add_generation_prompt is a field of"),
-    "a stored item": (
-        RESPONSES,
-        {"input": [USER, {"type": "item_reference", "id": "msg_1"}]},
-        "input[1].type is 'item_reference': it names a stored item",
-    ),
-    "a user's null message": (
-        CHAT,
-        history(said(""), {"role": "user", "content": None}),
-        "messages[2].content is required",
-    ),
-}
-"""A body's fields, and words of its error."""
-
-
-@pytest.mark.parametrize("name", REFUSED)
-async def test_fields_that_matter_are_refused_by_name(worker: ScriptedWorker, name: str) -> None:
-    path, fields, words = REFUSED[name]
-    status, _, raw = await post_once(gateway(worker), {"model": "tiny", **BODIES[path], **fields}, path)
-    assert status == 400
-    assert words in json.loads(raw)["error"]["message"]
-    assert worker.received == []
 
 
 RESULT: Final = {"type": "tool_result", "tool_use_id": "t"}

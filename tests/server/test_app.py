@@ -365,18 +365,9 @@ async def test_unknown_routes_and_methods(worker: ScriptedWorker) -> None:
 
 
 async def test_body_limit(worker: ScriptedWorker) -> None:
-    async def drip() -> Any:
-        for _ in range(40):
-            yield b" " * 1000
-
-    async with gateway(worker, max_body_bytes=20_000) as target, aiohttp.ClientSession() as session:
-        for data in (b" " * 20_001, drip()):
-            json_type = {"content-type": "application/json"}
-            async with session.post(target.url + "/v1/completions", data=data, headers=json_type) as response:
-                assert response.status == 413
-                assert (await response.json())["error"]["code"] == "request_too_large"
-        status, _, raw = await post(target.url, chat(), **{"content-encoding": "br"})
-        assert (status, json.loads(raw)["error"]["code"]) == (415, "unsupported_media_type")
+    async with gateway(worker, max_body_bytes=20_000) as target:
+        status, _, raw = await post(target.url, b" " * 20_001)
+        assert (status, json.loads(raw)["error"]["code"]) == (413, "request_too_large")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,7 +19,7 @@ import pytest
 from server.auth.limits import AuthThrottle
 from server.request.request import Generation
 from server.workers.fleet import Fleet
-from tests.refusals import GOOD_KEY, KEYS, Case, cases, sent
+from tests.refusals import GOOD_KEY, KEYS, Case, cases, frozen, no_collections, sent
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.http.test_tls import LIMITS, Port
 from tests.server.scripted_worker import Die, Refuse, Script, ScriptedWorker, script_of
@@ -32,31 +32,6 @@ BODY_BYTES = 400_000
 LARGE_BYTES = 50_000
 KINDS = (str, bytes, bytearray, list, tuple, dict)
 PRODUCT = str(Path(__file__).parents[2] / "server")
-
-
-@contextmanager
-def frozen() -> Iterator[None]:
-    """Collect only by hand, and skip earlier objects: the modules, and those of earlier tests."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.enable()
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Keep what only the collector would free in `gc.garbage`."""
-    gc.collect()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        yield
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
 
 
 def large_objects() -> dict[int, Any]:

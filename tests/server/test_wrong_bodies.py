@@ -10,6 +10,7 @@ import pytest
 
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
+from tests.server.test_agent_fields import loaded
 from tests.server.test_app import post, post_once
 
 MESSAGE = [{"role": "user", "content": "x"}]
@@ -28,6 +29,13 @@ FOREIGN_ITEMS = ("computer_call", "item_reference", "compaction")
 Wrong = tuple[dict[str, Any], str, str]
 """Fields, the path that the error names, and words of the remedy."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+def named(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+TOOL = named("read", parameters=SCHEMA)
 WRONG_FORMATS: list[tuple[dict[str, Any], str]] = [
     ({"type": "json_schema"}, "json_schema"),
     ({"type": "json_schema", "json_schema": {"name": "s"}}, "json_schema.schema"),
@@ -92,6 +100,16 @@ WRONG: dict[str, list[Wrong]] = {
         ({"kv_transfer_params": {"url": "http://169.254.169.254"}}, "kv_transfer_params", ""),
         ({"prompt_embeds": "x"}, "prompt_embeds", ""),
         *(({"response_format": format_}, f"response_format.{field}", "") for format_, field in WRONG_FORMATS),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice", "is none, auto, required, one function"),
+        ({"tools": [{"name": "read", "input_schema": SCHEMA}]}, "tools[0].type", "is required"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is"),
+        (
+            {"tools": [named("read", parameters={"type": "string"})]},
+            "tools[0].function.parameters",
+            "with type: object",
+        ),
+        ({"tools": [named("mcp.read")]}, "tools[0].function.name", "must match"),
+        ({"messages": [*MESSAGE, {"role": "user", "content": None}]}, "messages[1].content", "is required"),
     ],
     "/v1/completions": [
         ({"prompt": None}, "prompt", "must not be empty"),
@@ -116,6 +134,9 @@ WRONG: dict[str, list[Wrong]] = {
         ({"output_config": {"effort": "x"}}, "output_config.effort", "use one of low, medium, high, xhigh, max"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "type: object"),
         ({"system": [{"type": "text", "text": 1}]}, "system[0].text", "Expected `str"),
+        (loaded([{"type": "hologram", "source": {}}]), "messages[2].content[0].content[0].type", "is 'hologram'"),
+        (loaded([{"type": "tool_reference"}]), "messages[2].content[0].content[0].tool_name", "is required"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "use tool_choice.disable_parallel_tool_use"),
     ],
     "/v1/responses": [
         ({"input": 5}, "input", "Expected `str | array`"),
@@ -137,6 +158,8 @@ WRONG: dict[str, list[Wrong]] = {
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", ""),
         ({"metadata": {"k" * 65: "v"}}, "metadata", ""),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "is a field of"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "it names a stored item"),
     ],
     "/v1/embeddings": [
         ({"input": None}, "input", "Expected `str | array`"),
@@ -209,7 +232,7 @@ def error_of(raw: bytes, path: str) -> dict[str, Any]:
     answer = json.loads(raw)
     error: dict[str, Any] = answer["error"]
     if path == "/v1/messages":
-        assert (answer["type"], set(error)) == ("error", {"type", "message"}), raw
+        assert (answer["type"], set(error) - {"details"}) == ("error", {"type", "message"}), raw
     else:
         assert (set(answer), set(error)) == ({"error"}, {"message", "type", "param", "code"}), raw
     return error

@@ -257,6 +257,8 @@ def _broken(rng: random.Random, number: int) -> bytes:
     return rng.choice(
         (
             b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\n" + body,
+            b"POST / HTTP/1.1\r\nHost: a@b\r\nContent-Length: 5\r\n\r\n" + body,
+            b"POST / HTTP/1.1\r\nHost: x/health/live?a=\r\nContent-Length: 5\r\n\r\n" + body,
             b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + body,
             b"POST / HTTP/1.1\nHost: h\n\n" + body,
             b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"x" * 70_000 + b"\r\n\r\n" + body,

@@ -113,13 +113,6 @@ def test_an_impossible_report_raises_nothing(usage: float, num_slots: float) -> 
     assert COST.eviction_s(usage, num_slots, 3.0, 1.0) >= 0.0
 
 
-def test_headstart_avoids_a_holder_with_a_full_pool() -> None:
-    policy = make_policy("headstart")
-    full, other = view("full", prefill_s=0.1, kv_usage=1.2, eviction_s=1.5), view("other", prefill_s=1.0)
-    assert chosen(policy, make_request(), full, other) == {"other"}
-    assert chosen(policy, make_request(), replace(full, eviction_s=0.2), other) == {"full"}
-
-
 def test_headstart_spreads_decodes_by_how_long_they_run() -> None:
     policy = make_policy("headstart")
     busy, other = view("busy", decode_s=COST.decode_s(50, 10.0)), view("other", decode_s=COST.decode_s(20, 10.0))
