@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -234,3 +235,28 @@ async def _answered(case: Case, body: bytes, reader: asyncio.StreamReader, write
     else:
         await reader.readuntil(b"\r\n0\r\n\r\n")
     return int(answer.split()[1])
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Collect only by hand, and skip earlier objects: the modules, and those of earlier tests."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Keep what only the collector would free in `gc.garbage`."""
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()

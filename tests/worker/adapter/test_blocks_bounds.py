@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 from cache.events import BlockEvent
 from cache.hashing import hash_chain
 from tests.block_events import replay
+from tests.refusals import frozen
 from tests.worker.adapter.fake_blocks import OTHER, ROOT, stored
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -25,10 +25,8 @@ DEPTH = 100_000
 
 @pytest.fixture(autouse=True)
 def no_collections() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    with frozen():
+        yield
 
 
 def chaotic_event(rng: random.Random, num_keys: int) -> Event:

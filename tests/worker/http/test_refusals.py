@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -15,7 +15,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.refusals import sent
+from tests.refusals import frozen, no_collections, sent
 from tests.waiting import HANG_S, until
 from tests.worker.adapter.refused_bodies import ENGINE_OPTIONS, adapter_cases
 from tests.worker.adapter.rig import BLOCK, BUNDLE, MEMBER, fake_engine, write_tokenizer
@@ -48,22 +48,6 @@ REFUSED = {
 }
 
 
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Keep what only the collector would free in `gc.garbage`."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        yield
-    finally:
-        gc.set_debug(0)
-        gc.unfreeze()
-        gc.enable()
-        gc.garbage.clear()
-
-
 def cyclic_frames() -> set[str]:
     """Name the product's frames that only the collector frees."""
     gc.collect()
@@ -78,7 +62,7 @@ async def test_refused_bodies_are_freed_with_their_answer(name: str) -> None:
     runner = ArithmeticRunner(129, 4, stream=DeviceStream(torch.device("cpu")))
     async with live_worker(runner, 129, 4, max_num_batched_tokens=64, max_num_seqs=16) as worker:
         await _ask(worker, path, body)
-        with no_collections():
+        with frozen(), no_collections():
             for _ in range(3):
                 await _ask(worker, path, body)
             assert cyclic_frames() == set()
@@ -91,7 +75,7 @@ async def test_bodies_of_clients_that_leave_are_freed(after: bytes) -> None:
     async with live_worker(runner, 129, 4, max_num_batched_tokens=64, max_num_seqs=16) as worker:
         host, _, port = worker.url.removeprefix("http://").partition(":")
         num_bytes = len(after) + (1000 if after[:1] == b"\xc1" else 0)
-        with no_collections():
+        with frozen(), no_collections():
             for _ in range(3):
                 _, writer = await asyncio.open_connection(host, int(port))
                 writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % num_bytes + after)
@@ -128,7 +112,7 @@ async def test_an_adapter_frees_the_bodies_with_their_answers(tmp_path: Path) ->
             body = partial(case.body, 300_000)
             async with sent(case, port, body):
                 await until(lambda: service.num_open == 0)
-            with no_collections():
+            with frozen(), no_collections():
                 async with sent(case, port, body) as status:
                     await until(lambda: service.num_open == 0)
                     await asyncio.sleep(0.01)
