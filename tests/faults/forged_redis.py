@@ -36,7 +36,7 @@ def besieged(folder: Path, model: Path, **topology: Any) -> Iterator[tuple[Clust
     """A fleet whose gateways and workers read Redis through a proxy each."""
     with FaultProxy(0, seed=1) as read, FaultProxy(0, seed=2) as write:
         cluster = secret_cluster(folder, model, redis_ports=(read.port, write.port), **topology)
-        read.target_port = write.target_port = cluster.redis_port
+        read.target = write.target = cluster.redis_port
         with cluster:
             yield cluster, (read, write)
 

@@ -13,6 +13,7 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from tests.garbage import changed_bytes
@@ -45,10 +46,10 @@ NO_FAULT: Final = Fault()
 
 
 class FaultProxy:
-    """Listens on a port of its own on 127.0.0.1 and passes everything on to `target_port`."""
+    """Listens on a port of its own and passes everything on to `target`, a port or a unix socket."""
 
-    def __init__(self, target_port: int, *, seed: int = 0) -> None:
-        self.target_port = target_port
+    def __init__(self, target: int | Path, *, seed: int = 0) -> None:
+        self.target = target
         self.fault = NO_FAULT
         self.num_connections = 0
         """Ever accepted."""
@@ -104,11 +105,11 @@ class FaultProxy:
             self._loop.run_forever()
         finally:
             server.close()
-            tasks = asyncio.all_tasks(self._loop)
+            tasks, writers = asyncio.all_tasks(self._loop), list(self._writers)
             for task in tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            for writer in list(self._writers):
+            for writer in writers:
                 writer.transport.abort()
             self._loop.run_until_complete(asyncio.sleep(0))
             self._loop.close()
@@ -125,7 +126,10 @@ class FaultProxy:
             _reset(writer)
             return
         try:
-            server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+            if isinstance(self.target, Path):
+                server_reader, server_writer = await asyncio.open_unix_connection(self.target)
+            else:
+                server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:
             _reset(writer)
             return

@@ -82,7 +82,7 @@ async def test_row_13_gateway_cut_off_from_a_worker(
     proxy = FaultProxy(0)
     topology = Topology(gateway_args=["--stall-s", "1"], additions=Additions(step_s=STEP_S), advertise={0: proxy.port})
     cluster = Cluster(tmp_path, model, topology)
-    proxy.target_port = cluster.workers[0].port
+    proxy.target = cluster.workers[0].port
     with proxy, cluster:
         asked = bodies(rng, 12, max_tokens=150)
         reference = await ask_all(cluster.gateway.url, asked)
@@ -104,7 +104,7 @@ async def test_row_13_connections_that_reset(tmp_path: Path, model: Path, rng: r
     proxy = FaultProxy(0, seed=rng.randrange(1000))
     topology = Topology(num_workers=1, additions=Additions(step_s=STEP_S), advertise={0: proxy.port})
     cluster = Cluster(tmp_path, model, topology)
-    proxy.target_port = cluster.workers[0].port
+    proxy.target = cluster.workers[0].port
     with proxy, cluster:
         asked = bodies(rng, 16, max_tokens=150)
         reference = await ask_all(cluster.gateway.url, asked)

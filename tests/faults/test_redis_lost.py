@@ -52,7 +52,7 @@ class Site:
     def heal(self) -> None:
         for side in self.sides:
             side.heal()
-            side.target_port = self.cluster.redis_port
+            side.target = self.cluster.redis_port
             side.reset_all()
         if self.cluster.redis.runs:
             self.cluster.redis.resume()
@@ -99,7 +99,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Site
         )
         cluster = Cluster(folder, model, topology)
         for side in sides:
-            side.target_port = cluster.redis_port
+            side.target = cluster.redis_port
         stack.enter_context(cluster)
         binary = newest_redis()
         replica = stack.enter_context(RedisServer(folder / "replica", binary, "--port", str(port)))
@@ -270,7 +270,7 @@ async def test_row_4_failover(site: Site, rng: random.Random) -> None:
         stream.more(3)
         cluster.redis.kill()
         for side in site.sides:
-            side.target_port = site.replica_port
+            side.target = site.replica_port
         stream.more(10)
         site.replica.command("REPLICAOF", "NO", "ONE")
         wait_until(lambda: not cluster.gateway.metrics()["headstart_index_blind"], what="the new primary")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from cache.records import WorkerLoad
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings
 from cache.types import BlockHash
 from tests.cache.redis_index.index_parts import LASTING, chain, entries, member
+from tests.faults.proxy import FaultProxy
 from tests.redis_server import RedisServer, needs_redis_7
 from tests.running import running
 from tests.waiting import until
@@ -39,76 +39,19 @@ WORKER_RIGHTS = (
 )
 
 
-class Proxy:
-    """A proxy on a unix socket that can be slow, or answer like a loading server."""
-
-    def __init__(self, path: Path, server: Path) -> None:
-        self.url = f"unix://{path}"
-        self.delay_s = 0.0
-        self.loading = False
-        self._path = path
-        self._server = server
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        listener = await asyncio.start_unix_server(self._serve, str(self._path))
-        try:
-            yield
-        finally:
-            listener.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        upstream_reader, upstream_writer = await asyncio.open_unix_connection(str(self._server))
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._requests(reader, upstream_writer, writer))
-                group.create_task(self._replies(upstream_reader, writer))
-        except* (ConnectionError, EOFError):
-            pass
-        finally:
-            self._tasks.discard(task)
-            writer.close()
-            upstream_writer.close()
-
-    async def _requests(
-        self, reader: asyncio.StreamReader, upstream: asyncio.StreamWriter, client: asyncio.StreamWriter
-    ) -> None:
-        while data := await reader.read(1 << 16):
-            if self.loading:
-                client.write(b"-LOADING Redis is loading the dataset in memory\r\n")
-            else:
-                upstream.write(data)
-        raise EOFError
-
-    async def _replies(self, upstream: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
-        while data := await upstream.read(1 << 16):
-            await asyncio.sleep(self.delay_s)
-            client.write(data)
-        raise EOFError
-
-
 class Scene:
     """A worker that writes to the server directly, and a gateway that reads through the proxy."""
 
-    def __init__(self, server: RedisServer, folder: Path) -> None:
-        self.server = server
+    def __init__(self, server: RedisServer, proxy: FaultProxy) -> None:
         self.events: list[str] = []
-        self.proxy = Proxy(folder / "proxy.sock", server.socket)
         self.writer = IndexWriter(server.url, member(), LASTING)
-        self.index = RedisIndex(self.proxy.url, SETTINGS, count=self.events.append)
+        self.index = RedisIndex(f"redis://127.0.0.1:{proxy.port}", SETTINGS, count=self.events.append)
         self.hashes = chain(10)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run all parts, and begin when the index finds what the worker has written."""
-        async with self.proxy.running(), running(self.writer, self.index):
+        async with running(self.writer, self.index):
             await until(self.write)
             await until(self.sees)
             yield
@@ -130,21 +73,27 @@ class Scene:
         return self.events.count("skipped") >= 51 - 2 * SETTINGS.breaker_failures
 
 
-@pytest.mark.parametrize(("fault", "begun", "over"), [("delay_s", 0.2, 0.0), ("loading", True, False)])
+@pytest.fixture
+def proxy(own_redis: RedisServer) -> Iterator[FaultProxy]:
+    with FaultProxy(own_redis.socket) as running:
+        yield running
+
+
+@pytest.mark.parametrize("fault", [{"delay_s": 0.2}, {"reply": b"-LOADING Redis is loading the dataset in memory\r\n"}])
 async def test_a_slow_or_loading_redis_costs_little_and_comes_back(
-    own_redis: RedisServer, tmp_path: Path, fault: str, begun: float, over: float
+    own_redis: RedisServer, proxy: FaultProxy, fault: dict[str, Any]
 ) -> None:
-    scene = Scene(own_redis, tmp_path)
+    scene = Scene(own_redis, proxy)
     async with scene.running():
-        setattr(scene.proxy, fault, begun)
+        proxy.set(**fault)
         assert await scene.costs_little()
         assert await scene.index.lookup(scene.hashes) is None
-        setattr(scene.proxy, fault, over)
+        proxy.heal()
         await until(scene.sees)
 
 
-async def test_replica_serves_lookups_but_no_writers(own_redis: RedisServer, tmp_path: Path) -> None:
-    scene = Scene(own_redis, tmp_path)
+async def test_replica_serves_lookups_but_no_writers(own_redis: RedisServer, proxy: FaultProxy) -> None:
+    scene = Scene(own_redis, proxy)
     async with scene.running():
         own_redis.command("REPLICAOF", "127.0.0.1", "1")
         assert not await scene.writer.publish([SetChange([], [], 10)], WorkerLoad())
