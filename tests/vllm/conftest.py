@@ -13,7 +13,7 @@ from tests.vllm.fleet import VllmFleet
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those that end an engine come last."""
-    items.sort(key=lambda item: item.path.name in ("test_engine_lost.py", "test_engine_text.py", "test_rollout.py"))
+    items.sort(key=lambda item: item.path.name in ("test_engine_lost.py", "test_engine_text.py"))
 
 
 @pytest.fixture(scope="session")

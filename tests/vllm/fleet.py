@@ -6,8 +6,6 @@ import json
 import secrets
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,7 +16,6 @@ from typing import Any, Final
 import httpx
 import msgpack
 import psutil
-import zmq
 
 from server.auth.identity import digest_text
 from tests.e2e.serving import free_ports
@@ -44,52 +41,6 @@ WITH_HERMES: Final = Options(
     niceness=5,
     args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 )
-
-
-class LossyProxy:
-    """Carries an engine's live batches to its adapter, but for those that `drops` names by their numbers.
-
-    The engine connects to `endpoint`, and the proxy to `target`, which the adapter binds. Replays go past it.
-    """
-
-    def __init__(self, endpoint: str, target: str) -> None:
-        self.endpoint = endpoint
-        self.target = target
-        self.num_seen = 0
-        """Batches that came from the engine since its start."""
-        self.dropped: list[tuple[int, float]] = []
-        """Numbers of those that were lost, and when."""
-        self.drop_every = 0
-        self.drop_next = 0
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="lossy", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._thread.join(HANG_S)
-
-    def _run(self) -> None:
-        with zmq.Context() as context, context.socket(zmq.SUB) as sub, context.socket(zmq.PUB) as pub:
-            for each in (sub, pub):
-                each.setsockopt(zmq.LINGER, 0)
-            pub.setsockopt(zmq.RECONNECT_IVL, 20)
-            sub.setsockopt(zmq.SUBSCRIBE, b"")
-            sub.bind(self.endpoint)
-            pub.connect(self.target)
-            while not self._is_closed:
-                if not sub.poll(50):
-                    continue
-                frames = sub.recv_multipart()
-                number = int.from_bytes(frames[1], "big")
-                self.num_seen = number + 1
-                if self.drop_next or (self.drop_every and number % self.drop_every == 0):
-                    self.drop_next = max(0, self.drop_next - 1)
-                    self.dropped.append((number, time.monotonic()))
-                    continue
-                pub.send_multipart(frames)
 
 
 class Adapter(Part):
@@ -160,7 +111,7 @@ class Adapter(Part):
 class VllmFleet:
     """A context manager; ready when entered, gone when left. Engine and adapter of one number go together.
 
-    The first adapter uses the engine's advertised endpoint; the events of the second pass through `proxy`.
+    The first adapter uses the engine's advertised endpoint; the last one gets it by options.
     """
 
     def __init__(
@@ -168,7 +119,7 @@ class VllmFleet:
     ) -> None:
         """`base`: the options of the engines, without their endpoints. `gateway_args`: more options of the gateway."""
         binary = newest_redis()
-        ports = iter(free_ports(5 * num_engines + 6))
+        ports = iter(free_ports(5 * num_engines + 5))
         self.folder = folder
         redis_port = next(ports)
         self.redis = RedisServer(folder, binary, "--port", str(redis_port))
@@ -180,9 +131,7 @@ class VllmFleet:
             engine = Engine(folder, replace(base, events=ends[0], replay=ends[1]), f"e{number}")
             args: list[str] = []
             if number == num_engines - 1:
-                target = f"tcp://127.0.0.1:{next(ports)}"
-                self.proxy = LossyProxy(engine.options.events, target)
-                args = ["--events", target, "--events-replay", engine.options.replay]
+                args = ["--events", engine.options.events, "--events-replay", engine.options.replay]
             self.engines.append(engine)
             self.adapters.append(Adapter(f"w{number}", next(ports), folder / f"w{number}.log", engine, redis, *args))
         keys = folder / "keys.toml"
@@ -198,7 +147,6 @@ class VllmFleet:
     def __enter__(self) -> VllmFleet:
         try:
             self.redis.start()
-            self.proxy.start()
             for part in (*self.engines, *self.adapters, self.gateway):
                 part.start()
             with ThreadPoolExecutor(len(self.engines)) as pool:
@@ -213,7 +161,6 @@ class VllmFleet:
         self._client.close()
         for part in (self.gateway, *self.adapters, *self.engines):
             part.stop()
-        self.proxy.close()
         self.redis.kill()
 
     def stopwatch(self) -> Stopwatch:

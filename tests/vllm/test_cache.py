@@ -1,22 +1,15 @@
-"""A real vLLM finds what the index promises of it, through resets, restarts and lost events."""
+"""A real vLLM finds what the index promises of it, through resets and restarts."""
 
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from tests.server.sse_grammar import check_chat
-from tests.stopwatch import Stopwatch
 from tests.vllm.fleet import BLOCK_SIZE, Adapter, VllmFleet, ask, found, hits, promised
 from tests.waiting import wait_until
 
-KNOWN_S: Final = 1.0
-"""A lost batch is known within this, also while the engine has nothing to do."""
-LOSSY_S: Final = 60.0
-DROP_EVERY: Final = 100
 STORY: Final = "It was a bright cold day in April, and the clocks were striking thirteen. " * 6
 
 
@@ -109,68 +102,3 @@ def test_adapter_restarted(fleet: VllmFleet) -> None:
     answer = fleet.complete(body)
     assert fleet.adapter_of(answer) is adapter
     assert found(answer) > 0
-
-
-class Follower:
-    """Looks all the time at how many batches an adapter has, and when: by the clock, and by a stopwatch."""
-
-    def __init__(self, adapter: Adapter, watch: Stopwatch) -> None:
-        self._adapter = adapter
-        self._watch = watch
-        self._seen: list[tuple[float, float, int]] = []
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Follower:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_closed = True
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._is_closed:
-            num_batches = self._adapter.counted("batch")
-            self._seen.append((time.monotonic(), self._watch.own_s(), num_batches))
-            time.sleep(0.01)
-
-    def known_s(self, number: int, lost_s: float) -> float:
-        """Wait until the adapter has the batch of this number; return how long after its loss, by the stopwatch."""
-        wait_until(lambda: self._seen and self._seen[-1][2] > number, what=f"batch {number}")
-        lost = max((own_s for at_s, own_s, _ in self._seen if at_s <= lost_s), default=0.0)
-        return next(own_s for _, own_s, num_batches in self._seen if num_batches > number) - lost
-
-
-def test_lost_batches(fleet: VllmFleet) -> None:
-    """One of a hundred batches is lost for a minute, or until there are two; then three times one of an idle engine."""
-    adapter, proxy = fleet.adapters[-1], fleet.proxy
-    engine = adapter.engine
-    first = proxy.num_seen
-    with Follower(adapter, fleet.stopwatch()) as follower:
-        proxy.dropped, proxy.drop_every = [], DROP_EVERY
-        ends_s = time.monotonic() + LOSSY_S
-
-        def load(_: int) -> None:
-            while time.monotonic() < ends_s or len(proxy.dropped) < 2:
-                ask(engine, f"{secrets.token_hex(16)} the quick brown fox jumps over the lazy dog and runs away")
-
-        with ThreadPoolExecutor(4) as clients:
-            list(clients.map(load, range(4)))
-        proxy.drop_every = 0
-        busy_s = [follower.known_s(number, lost_s) for number, lost_s in proxy.dropped]
-        num_batches = proxy.num_seen - first
-        idle_s = []
-        for _ in range(3):
-            proxy.dropped, proxy.drop_next = [], 1
-            ask(engine, f"{secrets.token_hex(8)} {STORY}")
-            wait_until(lambda: proxy.dropped)
-            idle_s += [follower.known_s(number, lost_s) for number, lost_s in proxy.dropped]
-    known = ", ".join(f"{s:.2f}" for s in busy_s)
-    idle = ", ".join(f"{s:.2f}" for s in idle_s)
-    print(f"{len(busy_s)} of {num_batches} batches lost, known after {known} s; of an idle engine after {idle} s")
-    print(f"{adapter.counted('replay')} replays, {adapter.counted('unanswered')} without an answer")
-    assert max(busy_s) <= KNOWN_S, busy_s
-    assert max(idle_s) <= KNOWN_S, idle_s
-    assert adapter.counted("gap") == 0
-    wait_until(adapter.is_whole, what="the index is whole")

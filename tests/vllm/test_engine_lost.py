@@ -1,4 +1,4 @@
-"""Clients leave, and an engine is killed under its streams and started again: nothing hangs, nothing gone is promised.
+"""An engine is killed under its streams and started again: nothing hangs, nothing gone is promised.
 
 The only tests that end an engine, so they are the last.
 """
@@ -14,12 +14,10 @@ from typing import Any, Final
 import httpx
 
 from tests.vllm.engines import MODEL
-from tests.vllm.fleet import LONG_S, Adapter, VllmFleet, ask, hits, running
+from tests.vllm.fleet import LONG_S, Adapter, VllmFleet, ask, hits
 from tests.vllm.test_cache import question, remembered
 from tests.waiting import wait_until
 
-ABORT_S: Final = 1.0
-"""From a client's departure to the abort in the engine."""
 FORGET_S: Final = 2.0
 """From the end of an engine to the end of its promises."""
 NUM_TOKENS: Final = 64
@@ -38,19 +36,6 @@ def stream(fleet: VllmFleet, body: dict[str, Any]) -> Any:
     return httpx.stream(
         "POST", f"{fleet.gateway.url}/v1/completions", json=body, headers=fleet.headers("red"), timeout=LONG_S
     )
-
-
-def test_leaving_client(fleet: VllmFleet) -> None:
-    """An answer that no client reads is aborted in the engine within a second."""
-    took_s = []
-    for _ in range(3):
-        with stream(fleet, question() | {"max_tokens": 500}) as response:
-            next(tokens(response))
-            engine = fleet.adapter_of(response).engine
-            assert running(engine) == 1
-        watch = fleet.stopwatch()
-        took_s.append(watch.wait_until(lambda engine=engine: running(engine) == 0, ABORT_S, "aborted"))  # type: ignore[misc]
-    print(f"aborted {', '.join(f'{s:.2f}' for s in took_s)} s after the client had left")
 
 
 def test_killed_engine(fleet: VllmFleet) -> None:

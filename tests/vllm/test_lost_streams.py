@@ -20,7 +20,8 @@ from tests.vllm import horizon
 from tests.vllm.bodies import FUNCTION, PARAMETERS
 from tests.vllm.engines import MODEL
 from tests.vllm.fleet import LONG_S, VllmFleet
-from tests.vllm.test_engine_text import data_of, user
+from tests.vllm.test_engine_lost import tokens
+from tests.vllm.test_engine_text import user
 from tests.waiting import wait_until
 
 NUM_STREAMS: Final = 8
@@ -68,7 +69,7 @@ def read(fleet: VllmFleet, path: str, body: dict[str, Any], seen: list[dict[str,
     text = error = ""
     with httpx.stream("POST", url, json=body, headers=headers, timeout=LONG_S) as answer:
         assert answer.status_code == 200, answer.read()
-        for event in data_of(answer):
+        for event in tokens(answer):
             if event.get("error") or event.get("type") in ("error", "response.failed"):
                 error = json.dumps(event)
             elif not error:
