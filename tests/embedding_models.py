@@ -30,13 +30,13 @@ def write_steps(folder: Path, mode: str, *, normalise: bool = True) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 1, **config}))
 
 
-def write_qwen3(folder: Path, mode: str | None, *, vocab_size: int | None = None) -> Any:
+def write_qwen3(folder: Path, *, vocab_size: int) -> Any:
     """Write a small random Qwen3 without its head, whose tokenizer ends each text with EOS. Return the model."""
     from transformers import Qwen3Config, Qwen3Model
 
     tokenizer = Tokenizer.from_str(smollm2.tokenizer().to_str())
     config = Qwen3Config(
-        vocab_size=vocab_size or tokenizer.get_vocab_size(),
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=3,
@@ -58,8 +58,6 @@ def write_qwen3(folder: Path, mode: str | None, *, vocab_size: int | None = None
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), ends])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    if mode is not None:
-        write_steps(folder, mode)
     return model
 
 

@@ -83,10 +83,6 @@ class FaultProxy:
         """RST on every open connection, both ways; how many there were."""
         return self._on_loop(self._reset_all)
 
-    def reset_some(self, share: float) -> int:
-        """RST on a random share of the open connections."""
-        return self._on_loop(lambda: self._reset_all(share))
-
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -114,11 +110,10 @@ class FaultProxy:
             self._loop.run_until_complete(asyncio.sleep(0))
             self._loop.close()
 
-    def _reset_all(self, share: float = 1.0) -> int:
-        chosen = [writer for writer in self._writers if self._random.random() < share]
-        for writer in chosen:
+    def _reset_all(self) -> int:
+        for writer in self._writers:
             _reset(writer)
-        return len(chosen)
+        return len(self._writers)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1

@@ -26,7 +26,6 @@ from tests.members import make_member
 from tests.waiting import until as until
 from worker.common.capabilities import EMBEDDINGS, TOKENS
 from worker.common.proof import PROVE_PATH, gateway_token, new_instance, prove
-from worker.contracts.exchange import Handover
 from worker.wire import (
     End,
     Failed,
@@ -39,7 +38,6 @@ from worker.wire import (
     TokenLogprobs,
     Tokens,
     pack,
-    unpack,
     unpack_request,
 )
 
@@ -79,7 +77,6 @@ class ScriptedWorker:
     numerics: str = "cpu-float32"
     reply: list[int] = field(default_factory=list)
     pace_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
     num_cached_tokens: int = 0
     behave: Script | None = None
     received: list[GenerateRequest] = field(default_factory=list)
@@ -90,8 +87,6 @@ class ScriptedWorker:
     num_probed: int = 0
     namespace: str = ""
     embedding_size: int = 0
-    layout: str = ""
-    adopted: list[Handover] = field(default_factory=list)
     refuses_purge: Failed | None = None
 
     def member(self) -> WorkerMember:
@@ -108,7 +103,6 @@ class ScriptedWorker:
             max_model_len=b.max_model_len,
             embedding_size=self.embedding_size,
             capabilities=(EMBEDDINGS if self.embedding_size else TOKENS,),
-            layout=self.layout,
         )
 
     async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
@@ -149,7 +143,6 @@ class ScriptedWorker:
                 Route("/state", self._state),
                 Route("/bundle", self._bundle),
                 Route("/purge", self._purge, methods=["POST"]),
-                Route("/adopt", self._adopt, methods=["POST"]),
             ]
         )
 
@@ -203,13 +196,7 @@ class ScriptedWorker:
         return Response(b"{}")
 
     async def _state(self, http: Request) -> Response:
-        rate = self.prefill_tokens_per_s
-        load = WorkerLoad(prefill_tokens_per_s=rate, fetch_tokens_per_s=100 * rate if self.layout else 0.0)
-        return Response(pack(WorkerState(self.member(), load)))
-
-    async def _adopt(self, http: Request) -> Response:
-        self.adopted.append(unpack(await http.body(), Handover))
-        return Response(pack({"adopted_blocks": len(self.adopted[-1].chains[0].block_hashes())}))
+        return Response(pack(WorkerState(self.member(), WorkerLoad())))
 
     async def _purge(self, http: Request) -> Response:
         if self.refuses_purge is not None:

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.faults.part import get
-from tests.vllm.engines import MODEL, Engine
+from tests.vllm.engines import Engine
 from tests.vllm.fleet import LONG_S, Adapter, VllmFleet
-from tests.vllm.test_engine_lost import tokens
+from tests.vllm.test_engine_lost import stream, tokens
 from tests.waiting import wait_until
 
 HANG_AFTER_S: Final = 20.0
@@ -43,12 +43,10 @@ def is_out(adapter: Adapter) -> bool:
     return httpx.get(f"{adapter.url}/health/ready", timeout=LONG_S).status_code == 503
 
 
-def stream(fleet: VllmFleet, number: int) -> str:
+def text_of(fleet: VllmFleet, number: int) -> str:
     """Return the text of a greedy stream."""
-    body = {"model": MODEL, "prompt": f"Story {number}:", "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    body |= {"stream": True, "temperature": 0}
-    url, headers, text = f"{fleet.gateway.url}/v1/completions", fleet.headers("red"), ""
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=LONG_S) as response:
+    text = ""
+    with stream(fleet, {"prompt": f"Story {number}:", "max_tokens": NUM_TOKENS}) as response:
         for event in tokens(response):
             assert "error" not in event, event
             text += "".join(choice["text"] for choice in event["choices"])
@@ -60,10 +58,10 @@ def test_a_core_that_is_stopped(fleet: VllmFleet, num_streams: int) -> None:
     fleet.wait_ready()
     fleet.wait_idle()
     victim = fleet.adapters[0]
-    want = [stream(fleet, number) for number in range(num_streams)]
+    want = [text_of(fleet, number) for number in range(num_streams)]
     stopped = core(victim.engine)
     with ThreadPoolExecutor(max(1, num_streams)) as pool:
-        streams = [pool.submit(stream, fleet, number) for number in range(num_streams)]
+        streams = [pool.submit(text_of, fleet, number) for number in range(num_streams)]
         if num_streams:
             wait_until(lambda: victim.engine.metrics() and load(victim)["load"][3] > 0, what="a stream at the victim")
         begun_s = time.monotonic()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_engine.server import FakeEngine
 from tests.waiting import until
 from tests.worker.adapter.rig import OTHER_ROOT, Rig, fake_engine, make_request, running
 from worker.adapter.api import EventSource
@@ -20,27 +19,20 @@ PROMPT = range(100, 300)
 
 
 @pytest.fixture
-async def engine(engine_folder: Path) -> AsyncIterator[tuple[FakeEngine, str]]:
-    async with fake_engine(engine_folder, "--lora", "pirate", "--token-s", "0") as started:
-        yield started
+async def rig(engine_folder: Path, brisk: None) -> AsyncIterator[Rig]:
+    async with fake_engine(engine_folder, "--lora", "pirate", "--token-s", "0") as (fake, url):
+        events = fake.ranks[0].events
+        assert events is not None
+        async with running(await rig_over(url, EventSource(events.endpoint, events.replay, events.topic))) as rig:
+            await until(lambda: rig.load.num_blocks and adapters_in(rig.engine.member.capabilities))
+            yield rig
+            await until(rig.is_idle)
 
 
-@pytest.fixture
-async def rig(engine: tuple[FakeEngine, str], brisk: None) -> AsyncIterator[Rig]:
-    fake, url = engine
-    async with running(await rig_over(fake, url)) as rig:
-        await until(lambda: rig.load.num_blocks and adapters_in(rig.engine.member.capabilities))
-        yield rig
-        await until(rig.is_idle)
-
-
-async def rig_over(fake: FakeEngine, url: str) -> Rig:
-    events = fake.ranks[0].events
-    assert events is not None
+async def rig_over(url: str, source: EventSource) -> Rig:
     api = VllmApi(url)
     await api.version()
-    facts = facts_of(await api.load(), await api.model())
-    return Rig(api, EventSource(events.endpoint, events.replay, events.topic), facts)
+    return Rig(api, source, facts_of(await api.load(), await api.model()))
 
 
 async def test_an_adapter_shares_nothing_with_the_model(rig: Rig) -> None:
@@ -54,10 +46,7 @@ async def test_an_adapter_shares_nothing_with_the_model(rig: Rig) -> None:
 async def test_index_problem(engine_folder: Path, brisk: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that publishes to a port without a listener."""
     async with fake_engine(engine_folder, events=False) as (_, url):
-        api = VllmApi(url)
-        await api.version()
-        facts = facts_of(await api.load(), await api.model())
-        rig = Rig(api, EventSource(f"ipc://{engine_folder}/nobody", None, ""), facts)
+        rig = await rig_over(url, EventSource(f"ipc://{engine_folder}/nobody", None, ""))
         async with running(rig):
             assert rig.engine.index_problem is None
             await rig.answer(make_request(PROMPT))

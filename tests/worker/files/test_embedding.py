@@ -28,7 +28,7 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel]:
     folder = tmp_path_factory.mktemp("qwen3")
-    return write_qwen3(folder, None, vocab_size=200), load_model(str(folder), LoadOptions())
+    return write_qwen3(folder, vocab_size=200), load_model(str(folder), LoadOptions())
 
 
 def embed(token_ids: list[int], dimensions: int | None = None) -> GenerateRequest:
@@ -199,7 +199,7 @@ def test_other_steps_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_with_deterministic_no_chunk_changes_a_bit(mode: str, dtype: str, tmp_path: Path) -> None:
     """The layers' results have the same bits in every chunk, and so has their sum."""
-    write_qwen3(tmp_path, None, vocab_size=200)
+    write_qwen3(tmp_path, vocab_size=200)
     loaded = load_model(str(tmp_path), LoadOptions(dtype=dtype, deterministic=True))
     text = [11 * i % 199 for i in range(211)]
     pooling = Pooling(MODES[mode].kind, normalise=False)
