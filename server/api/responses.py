@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Final
 
@@ -125,20 +125,26 @@ class ResponsesFormatter(ResponseFormatter):
         is_last, begin = delta.finish_reason is not None, self._parser.num_chars
         self._logprobs += delta.logprobs
         self._call_ids += delta.call_ids
-        bounds = [0, *(entry.start - begin for entry in delta.entries[1:]), len(delta.text)]
-        for at, (start, end) in enumerate(pairwise(bounds), 1):
-            is_end = is_last and at == len(bounds) - 1
-            self._add_piece(delta.text[start:end], delta.entries[at - 1 : at], delta.parts, is_last=is_end)
+        self._show(self._parser.feed("", last=False, parts=delta.parts))
+        if is_last or delta.text or delta.entries:
+            bounds = [0, *(entry.start - begin for entry in delta.entries[1:]), len(delta.text)]
+            for at, (start, end) in enumerate(pairwise(bounds), 1):
+                is_end = is_last and at == len(bounds) - 1
+                self._add_piece(delta.text[start:end], delta.entries[at - 1 : at], is_last=is_end)
         if is_last:
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
             self._close("incomplete" if self._parser.is_cut_at(delta.stop_reason) else self._status)
 
-    def _add_piece(
-        self, piece: str, entries: Sequence[TokenEntry], parts: Sequence[OutputDelta], *, is_last: bool
-    ) -> None:
-        parsed = self._parser.feed(piece, last=is_last, parts=parts)
+    def _add_piece(self, piece: str, entries: Sequence[TokenEntry], *, is_last: bool) -> None:
+        parsed = self._parser.feed(piece, last=is_last)
         shown = [entry for entry in entries if entry.start >= self._parser.answer_start]  # not of the reasoning
         self._logprobs += chat_logprobs(self._token_bytes, shown, self._request.num_top_logprobs or 0)
+        self._show(parsed)
+        is_call = self._items and self._items[-1]["type"] in _CALL_EVENTS
+        if self._parser.thinking or (is_call and piece.strip()):  # space behind a call may begin a text
+            self._logprobs = []
+
+    def _show(self, parsed: Iterable[OutputDelta]) -> None:
         for kind, text in parsed:
             match kind:
                 case "content":
@@ -162,9 +168,6 @@ class ResponsesFormatter(ResponseFormatter):
                     self._emit_in_item(f"{_CALL_EVENTS[self._items[-1]['type']]}.delta", delta=text)
             if kind != "call":
                 self._texts.append(text)
-        is_call = self._items and self._items[-1]["type"] in _CALL_EVENTS
-        if self._parser.thinking or (is_call and piece.strip()):  # space behind a call may begin a text
-            self._logprobs = []
 
     def _close(self, status: str) -> None:
         """End the open item."""

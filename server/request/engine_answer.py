@@ -154,7 +154,7 @@ class EngineAnswer:
         self._shown(text, ids)
         event, parts = b"", []
         if self._request.is_read:
-            parts = [OutputDelta("reasoning", ""), OutputDelta("content", text)]
+            parts = [OutputDelta("content", text)]
         else:
             event = shape.passed_before + content + shape.passed_after
         self._pending.append(ChoiceDelta(0, "", [], [], None, parts=parts, event=event))

@@ -108,12 +108,13 @@ class OutputParser(TextReader):
         """
         for part in parts:
             self.emit(*part)
-        self.text += text
-        self.ended = last
-        self.num_chars += len(text)
-        next(self._reading, None)
-        if self.thinking:
-            self.answer_start = self.num_chars
+        if text or last:
+            self.text += text
+            self.ended = last
+            self.num_chars += len(text)
+            next(self._reading, None)
+            if self.thinking:
+                self.answer_start = self.num_chars
         deltas, self._deltas = self._deltas, []
         return deltas
 
