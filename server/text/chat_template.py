@@ -17,6 +17,7 @@ from server.errors import InvalidRequestError
 from server.event_loop import Steps, run_now, run_sliced
 from server.schema.fields import Message
 from server.schema.intent import Conversation
+from server.schema.wishes import TOGGLES
 from server.text.control_tokens import Mark, Marker, RenderedPrompt
 from server.text.shape_probes import PROBE_WORDS, Finding, ShapeProbe, find_shapes
 from server.text.shapes import Shapes, Turn, filled, repaired, without_marks
@@ -203,8 +204,8 @@ class ChatTemplate:
         ignored = [wishes.fields[part] for part in granted.ignored]
         unread = given.keys() - self.switches - wishes.switches
         ignored += [*wishes.unread, *[f"chat_template_kwargs.{name}" for name in given if name in unread]]
-        if "thinks" not in granted.ignored:
-            given = {name: value for name, value in given.items() if name not in wishes.switches}
+        kept = [name for name, *_ in TOGGLES if "thinks" in granted.ignored]
+        given = {name: value for name, value in given.items() if name not in wishes.switches or name in kept}
         values = {**self._defaults, **granted.switches, **given, **self._forced}
         values = {name: value for name, value in values.items() if name in self.switches}
         return values, granted.repairs, tuple(dict.fromkeys(ignored))

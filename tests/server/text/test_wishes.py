@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Final
 
 import pytest
@@ -24,6 +25,8 @@ OTHERS: Final = {
     "own effort": "{% if thinking_effort is defined and thinking_effort not in ['low', 'high', 'max'] %}"
     "{{ raise_exception('effort') }}{% endif %}{{ messages[0].content }}{{ thinking_effort or 'max' }}"
     "{{ '</think>' if thinking is defined and not thinking }}",
+    "low high": "{% if reasoning_effort is defined and reasoning_effort not in ['low', 'high'] %}"
+    "{{ raise_exception('effort') }}{% endif %}{{ messages[0].content }}{{ reasoning_effort or 'low' }}",
     "max for any": "{{ messages[0].content }}{{ reasoning_effort if reasoning_effort in ['low', 'high'] else 'max' }}",
     "only max": "{{ messages[0].content }}{% if reasoning_effort == 'max' %}Most.{% endif %}",
     "high and max": "{{ messages[0].content }}{% if reasoning_effort == 'max' %}Most.{% endif %}"
@@ -33,6 +36,7 @@ OTHERS: Final = {
 EFFORTS: Final = {
     "no_think": "none, low, high",
     "own effort": "none, low, high, max",
+    "low high": "low, high",
     "max for any": "low, high, max",
     "only max": "max",
     "high and max": "high, max",
@@ -95,6 +99,15 @@ def test_names_without_effect_are_named() -> None:
 )
 def test_the_first_of_two_wishes_counts(fields: dict[str, Any], wish: Wish) -> None:
     assert request(USER, **fields).wishes.wish == wish
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_pair_of_switches_is_refused(name: str) -> None:
+    """A value that the template refuses stays away from it, whatever stands next to it."""
+    compiled = template(TEMPLATES[name])
+    for effort, (toggle, *values) in itertools.product(wishes.EFFORTS, TOGGLES):
+        for value in values:
+            compiled.render(request(USER, chat_template_kwargs={"reasoning_effort": effort, toggle: value}))
 
 
 @pytest.mark.parametrize("name", dict.fromkeys([*[row[0] for row in TOGGLES], *EFFORT_NAMES, "disable_reasoning"]))
