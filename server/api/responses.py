@@ -125,7 +125,8 @@ class ResponsesFormatter(ResponseFormatter):
         is_last, begin = delta.finish_reason is not None, self._parser.num_chars
         self._logprobs += delta.logprobs
         self._call_ids += delta.call_ids
-        self._show(self._parser.feed("", last=False, parts=delta.parts))
+        if delta.parts:
+            self._show(self._parser.feed("", last=False, parts=delta.parts))
         if is_last or delta.text or delta.entries:
             bounds = [0, *(entry.start - begin for entry in delta.entries[1:]), len(delta.text)]
             for at, (start, end) in enumerate(pairwise(bounds), 1):

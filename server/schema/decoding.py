@@ -162,7 +162,9 @@ async def read_json(
         if (half := _LONE_SURROGATE.search(body)) is not None:
             message = f"The body holds half of a surrogate pair, {half[0].decode()}: send whole characters."
             raise InvalidRequestError(message) from None
-        why = "it is UTF-16, or begins with a byte order mark: send UTF-8" if _OTHER_TEXT.match(body) else error
+        why = f"byte {error.object[error.start]:#x} is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
+        if _OTHER_TEXT.match(body):
+            why = "it is UTF-16, or begins with a byte order mark: send UTF-8"
         if body.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
             why = "it is compressed, so it needs a content-encoding: gzip or zstd"
         raise InvalidRequestError(f"The body is not valid JSON: {why}.") from None

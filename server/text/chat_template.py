@@ -204,8 +204,8 @@ class ChatTemplate:
         ignored = [wishes.fields[part] for part in granted.ignored]
         unread = given.keys() - self.switches - wishes.switches
         ignored += [*wishes.unread, *[f"chat_template_kwargs.{name}" for name in given if name in unread]]
-        kept = [name for name, *_ in TOGGLES if "thinks" in granted.ignored]
-        given = {name: value for name, value in given.items() if name not in wishes.switches or name in kept}
+        unfound = [name for name, *_ in TOGGLES] if "thinks" in granted.ignored else []  # no probe has shown an effect
+        given = {name: value for name, value in given.items() if name not in wishes.switches or name in unfound}
         values = {**self._defaults, **granted.switches, **given, **self._forced}
         values = {name: value for name, value in values.items() if name in self.switches}
         return values, granted.repairs, tuple(dict.fromkeys(ignored))
