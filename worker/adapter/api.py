@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from worker.wire import EngineCall, Failed, GenerateRequest, Rendered, SamplingDefaults
 
@@ -60,14 +62,14 @@ class EngineModel:
 class EngineLoad:
     """The engine's own counts, of one data-parallel rank."""
 
-    started_s: float
+    started_s: float = 0.0
     """When its process started: another value means another process. 0.0: unknown."""
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    block_size: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    block_size: int = 1
     """Tokens in a block of the engine."""
-    usage: float
+    usage: float = 0.0
     """The fraction of blocks that running requests hold."""
     prefill_tokens: float = 0.0
     prefill_s: float = 0.0
@@ -107,15 +109,40 @@ class EventSource:
         return endpoint.replace("[::]", "*").replace("*", self.host)
 
 
-class EnginePart(NamedTuple):
-    """An event of an engine's API, or a whole answer."""
+class ChoicePart(msgspec.Struct):
+    """New tokens of a choice, and why it has ended."""
 
-    data: bytes
-    token_ids: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """New tokens of choices, each with its index."""
-    reasons: tuple[tuple[int, str], ...] = ()
-    """Why choices have ended, each with its index."""
-    num_cached_tokens: int | None = None
+    index: int = 0
+    token_ids: tuple[int, ...] | None = None
+    finish_reason: str | None = None
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class EngineUsage(msgspec.Struct):
+    """The counts at the end of an answer."""
+
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class EnginePart(msgspec.Struct):
+    """What the worker reads of an event of an engine's API, or of a whole answer."""
+
+    choices: tuple[ChoicePart, ...] = ()
+    usage: EngineUsage | None = None
+    error: Any = None
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Return the prompt tokens that the engine has found cached; None: unknown."""
+        details = None if self.usage is None else self.usage.prompt_tokens_details
+        return None if details is None else details.cached_tokens
+
+
+Take = Callable[[bytes, EnginePart], None]
+"""Receives each event, or the whole answer, with what the worker reads of it."""
 
 
 class EngineApi(Protocol):
@@ -175,7 +202,7 @@ class EngineApi(Protocol):
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts."""
 
-    async def generate(self, request: GenerateRequest, request_id: str, take: Callable[[EnginePart], None]) -> None:
+    async def generate(self, request: GenerateRequest, request_id: str, take: Take) -> None:
         """Hand each part of the answer to `take`, as it arrives. To cancel it aborts the request in the engine."""
 
     async def close(self) -> None:

@@ -165,8 +165,8 @@ async def check_stream(api: EngineApi, first: Probe) -> Check:
     sampling, choices = SamplingParams(STREAMED_TOKENS), (ChoiceState(0, 0),)
     request = GenerateRequest("doctor", "", "", first.root, first.prompt_ids, choices, sampling, call=call)
 
-    def take(part: EnginePart) -> None:
-        sizes.extend(len(ids) for _, ids in part.token_ids)
+    def take(data: bytes, part: EnginePart) -> None:
+        sizes.extend(len(choice.token_ids) for choice in part.choices if choice.token_ids)
 
     async with asyncio.timeout(PROBE_TIMEOUT_S):
         await api.generate(request, f"doctor-{secrets.token_hex(8)}", take)

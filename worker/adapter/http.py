@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import errno
 import json
+import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from functools import partial
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
@@ -32,12 +33,14 @@ _MAX_MESSAGE: Final = 8 << 10
 _OWN_ERRORS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
 """Errors of this side, as a name that is not found is one."""
 _JSON: Final = {"content-type": "application/json"}
+_SAMPLE: Final = re.compile(rb"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([^ \n]+)", re.MULTILINE)
+_LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
 
 
 class EngineServer(EngineApi):
     """One engine's server, with the calls that all engines answer alike. Owned by the event loop.
 
-    Every call raises EngineLostError, or EngineRefusedError for a status other than 200.
+    Every call raises EngineLostError. All but `call` raise EngineRefusedError for a status other than 200.
     """
 
     def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
@@ -79,11 +82,18 @@ class EngineServer(EngineApi):
             raise AnswerTooLongError
         return status, answer
 
-    async def json(self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
-        """Return the parsed body; None for an empty one."""
-        status, answer = await self.call(method, path, body, timeout_s)
+    async def content(
+        self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S, num_tries: int = 1
+    ) -> bytes:
+        """Return the body of an answer with status 200."""
+        status, answer = await self.call(method, path, body, timeout_s, num_tries)
         if status != 200:
             raise refused(status, answer)
+        return answer
+
+    async def json(self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
+        """Return the parsed body; None for an empty one."""
+        answer = await self.content(method, path, body, timeout_s)
         try:
             return json.loads(answer) if answer else None
         except (ValueError, RecursionError) as error:
@@ -219,6 +229,15 @@ def understood(path: str) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EngineLostError(f"{path} has an unexpected answer: {type(error).__name__}: {error!s:.200}") from error
+
+
+def samples(page: bytes, names: Container[bytes]) -> list[tuple[bytes, dict[bytes, bytes], float]]:
+    """Return name, labels and value of the samples of these metrics, in the Prometheus text format. Raises ValueError.
+
+    The parser of prometheus_client reads every sample of a page, which is asked for each second.
+    """
+    found = [(name, labels, value) for name, labels, value in _SAMPLE.findall(page) if name in names]
+    return [(name, dict(_LABEL.findall(labels)), float(value)) for name, labels, value in found]
 
 
 async def _start_of(connection: _EngineConnection, max_bytes: int) -> bytes:

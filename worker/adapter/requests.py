@@ -207,18 +207,19 @@ class EngineRequests:
         request, reasons = active.request, dict[int, str]()
         num_prompt_tokens = len(request.prompt_ids)
 
-        def take(part: EnginePart) -> None:
+        def take(data: bytes, part: EnginePart) -> None:
             self._sink.token()
             if active.first_token_s is None:
                 self._record_first_token(active, prefill, num_expected)
                 end_wait()
-            if part.num_cached_tokens is not None:
+            if (num_cached := part.num_cached_tokens) is not None:
                 # The engine's prompt of a resumed answer includes the output so far.
-                active.num_cached = min(part.num_cached_tokens, num_prompt_tokens)
-            for index, reason in part.reasons:
-                if reason == "length":
-                    reasons[index] = reason
-            self._emit(active, *[Tokens(index, ids) for index, ids in part.token_ids], EngineText(part.data))
+                active.num_cached = min(num_cached, num_prompt_tokens)
+            for choice in part.choices:
+                if choice.finish_reason == "length":
+                    reasons[choice.index] = choice.finish_reason
+            new = [Tokens(choice.index, choice.token_ids) for choice in part.choices if choice.token_ids]
+            self._emit(active, *new, EngineText(data))
 
         if not prefill.is_seen:
             asyncio.get_running_loop().call_later(self._account.seconds_left(), self._drop, prefill)

@@ -10,22 +10,25 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
-from worker.adapter.api import EngineLoad, EngineModel, EnginePart, EngineRefusedError, EventSource
-from worker.adapter.http import CALL_TIMEOUT_S, EngineServer, understood
-from worker.adapter.text import LENGTHS, answer, decode_body, shorten
+from worker.adapter.api import EngineLoad, EngineModel, EngineRefusedError, EventSource
+from worker.adapter.http import CALL_TIMEOUT_S, samples, understood
+from worker.adapter.text import LENGTHS, TextServer, decode_body, shorten
 from worker.common.capabilities import CHAT
 from worker.wire import EngineCall, GenerateRequest, Rendered
 
-_COUNTS: Final = (
-    *("num_running_reqs", "num_queue_reqs", "token_usage", "prompt_tokens_total", "generation_tokens_total"),
-)
-_SAMPLE: Final = re.compile(rf"^sglang:({'|'.join(_COUNTS)})(?:\{{([^}}]*)\}})? (\S+)", re.MULTILINE)
+_COUNTS: Final = {
+    b"sglang:num_running_reqs": "num_running",
+    b"sglang:num_queue_reqs": "num_waiting",
+    b"sglang:token_usage": "usage",
+    b"sglang:prompt_tokens_total": "prefill_tokens",
+    b"sglang:generation_tokens_total": "generated_tokens",
+}
 _START_FIELDS: Final = (
     *("context_length", "dtype", "kv_cache_dtype", "max_total_num_tokens", "model_path", "quantization"),
     *("random_seed", "served_model_name", "startup_time", "tokenizer_path", "version"),
@@ -57,7 +60,7 @@ _DROPPED: Final = frozenset(
 """Hints that are dropped. A `model` with a colon would name an adapter; SGLang's priorities have the opposite order."""
 
 
-class SglangApi(EngineServer):
+class SglangApi(TextServer):
     """`worker.adapter.api.EngineApi` over one rank of an SGLang server."""
 
     kind = "sglang"
@@ -77,26 +80,21 @@ class SglangApi(EngineServer):
 
     async def load(self) -> EngineLoad:
         info = await self._info()
-        status, text = await self.call("GET", "/metrics")
-        values = dict.fromkeys(_COUNTS, 0.0)
+        status, page = await self.call("GET", "/metrics")
+        rank = b"%d" % (self._rank or 0)
         with understood("/server_info"):
+            counts = samples(page, _COUNTS) if status == 200 else ()  # with --enable-metrics
+            values = {_COUNTS[name]: value for name, labels, value in counts if labels.get(b"dp_rank", rank) == rank}
             block_size = _block_size(info)
-            if status == 200:  # with --enable-metrics
-                for name, labels, value in _SAMPLE.findall(text.decode(errors="replace")):
-                    if f'dp_rank="{self._rank or 0}"' in labels or "dp_rank=" not in labels:
-                        values[name] = float(value)
-            return EngineLoad(
-                started_s=_start_of(info),
-                num_running=int(values["num_running_reqs"]),
-                num_waiting=int(values["num_queue_reqs"]),
-                num_blocks=int(info.get("max_total_num_tokens") or 0) // block_size,
-                block_size=block_size,
-                usage=values["token_usage"],
-                prefill_tokens=values["prompt_tokens_total"],
-                work=values["prompt_tokens_total"] + values["generation_tokens_total"],
-                reuses_prefixes=None if "disable_radix_cache" not in info else not info["disable_radix_cache"],
-                ranks=tuple(range(int(info.get("dp_size") or 1))),
-            )
+            facts = {
+                "started_s": _start_of(info),
+                "num_blocks": int(info.get("max_total_num_tokens") or 0) // block_size,
+                "block_size": block_size,
+                "work": values.get("prefill_tokens", 0.0) + values.get("generated_tokens", 0.0),
+                "reuses_prefixes": None if "disable_radix_cache" not in info else not info["disable_radix_cache"],
+                "ranks": tuple(range(int(info.get("dp_size") or 1))),
+            }
+            return msgspec.convert(values | facts, EngineLoad, strict=False)
 
     async def probe(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
         body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": {"max_new_tokens": 1}}
@@ -160,9 +158,8 @@ class SglangApi(EngineServer):
             max_tokens = next((int(length) for length in asked if length is not None), longest)
         return Rendered((token_ids,), (max(0, max_tokens),), ())
 
-    async def generate(self, request: GenerateRequest, request_id: str, take: Callable[[EnginePart], None]) -> None:
-        assert request.call is not None
-        await answer(self, request.call, chat_body(request, request_id, self._rank), take)
+    async def body(self, request: GenerateRequest, request_id: str) -> dict[str, Any]:
+        return chat_body(request, request_id, self._rank)
 
     async def _info(self) -> dict[str, Any]:
         return await self._about("server_info")

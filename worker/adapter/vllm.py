@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from cache.hashing import MediaStart
 from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError, EventSource
-from worker.adapter.http import understood
-from worker.adapter.text import COMPLETIONS, TextServer, cached_tokens
-from worker.wire import SamplingDefaults, SamplingParams
+from worker.adapter.http import samples, understood
+from worker.adapter.text import COMPLETIONS, LENGTHS, TextServer, decode_body, part_of, shorten
+from worker.common.capabilities import CHAT, IMAGES
+from worker.common.chat_probes import BLACK_PNG
+from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered, SamplingDefaults, SamplingParams
 
+_RENDER_TIMEOUT_S: Final = 60.0  # images have to be read, and prompts of megabytes
+_RENDER_TRIES: Final = 3
+"""vLLM closes connections after a fault of its own, as for a bomb. What ends three has caused the faults itself."""
+_IMAGES: Final = frozenset({"image", "vision_chunk"})
+"""vLLM's names for them."""
+_ABSENT: Final = frozenset({404, 405, 501})
+_CHANGES_PROMPT: Final = ("suffix", "truncate_prompt_tokens", "truncation_side")
 _SLOW_TIMEOUT_S: Final = 30.0
 """For calls that wait for the engine's core or collect much data."""
 _PAUSED_TIMEOUT_S: Final = 0.5  # a core that works answers in milliseconds
@@ -22,9 +31,7 @@ _KEEPS_LAST_BLOCK: Final = (
     *("draft_model", "extract_hidden_states", "medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"),
 )
 """Ways to speculate that do not use the model's own hidden states: every matching block is found."""
-_SAMPLE: Final = re.compile(rb"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([^ \n]+)", re.MULTILINE)
 _CACHE_CONFIG: Final = b"vllm:cache_config_info"
-_LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
 _GAUGES: Final = {
     b"process_start_time_seconds": "started_s",
     b"vllm:num_requests_running": "num_running",
@@ -44,10 +51,44 @@ _TOTALS: Final = {
 """Names of the sums to which the samples of the others are added."""
 
 
+class _Sampling(msgspec.Struct):
+    max_tokens: int | None = None
+
+
+class _Range(msgspec.Struct):
+    offset: int
+
+
+class _Features(msgspec.Struct):
+    mm_hashes: dict[str, list[str]] = {}
+    mm_placeholders: dict[str, list[_Range]] = {}
+
+    def starts(self) -> tuple[MediaStart, ...]:
+        """Return the images in order. Raises EngineRefusedError for other media."""
+        if not self.mm_hashes.keys() <= _IMAGES:
+            raise EngineRefusedError(400, "messages: audio and video are not served by this route")
+        found = [
+            MediaStart(identity, place.offset)
+            for kind, identities in self.mm_hashes.items()
+            for identity, place in zip(identities, self.mm_placeholders[kind], strict=True)
+        ]
+        return tuple(sorted(found, key=lambda start: start.position))
+
+
+class _Prompt(msgspec.Struct):
+    token_ids: tuple[int, ...]
+    sampling_params: _Sampling
+    features: _Features | None = None
+
+
+_decode_prompts: Final = msgspec.json.Decoder(_Prompt | list[_Prompt]).decode
+
+
 class VllmApi(TextServer):
     """`worker.adapter.api.EngineApi` over one rank of a vLLM server."""
 
     kind = "vllm"
+    _model_name: str | None = None
 
     async def version(self) -> str:
         status, answer = await self.call("POST", f"{COMPLETIONS}/render", {})  # it refuses the empty body
@@ -101,8 +142,63 @@ class VllmApi(TextServer):
             await self.call("POST", path, {"model": await self.model_name(), "input": "a"}, None)  # a refusal will do
             return None
         body = {"model": await self.model_name(), "prompt": list(prompt_ids), "max_tokens": 1, "temperature": 0}
-        answer = await self.json("POST", COMPLETIONS, body | ({"cache_salt": salt} if salt else {}), timeout_s=None)
-        return cached_tokens(answer)
+        answer = await self.content("POST", COMPLETIONS, body | ({"cache_salt": salt} if salt else {}), timeout_s=None)
+        return part_of(answer).num_cached_tokens
+
+    async def text_apis(self) -> tuple[str, ...]:
+        """Return the APIs that the engine offers, and whether they take images. Those of text also render prompts."""
+        found = [path for path in LENGTHS if await self._has(path) and await self._has(f"{path}/render")]
+        found += [path for path in POOLING_PATHS if await self._has(path)]
+        return (*found, IMAGES) if CHAT in found and await self.takes_images() else tuple(found)
+
+    async def pooling_path(self) -> str | None:
+        """Return an API of a model that generates no text. None: it generates text."""
+        if not await self._has(CHAT):
+            for path in POOLING_PATHS:
+                if await self._has(path):
+                    return path
+        return None
+
+    async def _has(self, path: str) -> bool:
+        """Return whether the engine has this API. One that it has refuses the empty body as incomplete."""
+        return (await self.call("POST", path, {}))[0] not in _ABSENT
+
+    async def render(self, call: EngineCall) -> Rendered:
+        """Return the engine's own ids of a call's prompts. Raises EngineLostError, EngineRefusedError."""
+        # Without its processed images, which take megabytes.
+        body = await self._with_model(call, "") | {"mm_payload": "none"}
+        answer = await self.content("POST", f"{call.path}/render", body, _RENDER_TIMEOUT_S, _RENDER_TRIES)
+        with understood(f"{call.path}/render"):
+            found = _decode_prompts(answer)
+            prompts = found if isinstance(found, list) else [found]
+            media = tuple([() if prompt.features is None else prompt.features.starts() for prompt in prompts])
+        lengths = tuple(max(0, prompt.sampling_params.max_tokens or 0) for prompt in prompts)
+        return Rendered(tuple(prompt.token_ids for prompt in prompts), lengths, media if any(media) else ())
+
+    async def takes_images(self) -> bool:
+        """Return whether the engine renders an image in a chat."""
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BLACK_PNG}"}}
+        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+        with contextlib.suppress(EngineRefusedError):
+            return bool((await self.render(EngineCall(CHAT, msgspec.json.encode(body)))).media)
+        return False
+
+    async def body(self, request: GenerateRequest, request_id: str) -> dict[str, Any]:
+        assert request.call is not None
+        return call_body(await self._with_model(request.call, request.adapter), request, request_id)
+
+    async def _with_model(self, call: EngineCall, adapter: str) -> dict[str, Any]:
+        """Return the body with a name that the engine has for its model."""
+        body: dict[str, Any] = dict(decode_body(call.body))
+        if adapter or "model" not in body:
+            body["model"] = adapter or (await self.model_name())
+        return body
+
+    async def model_name(self) -> str:
+        """Return a name that the engine has for its model."""
+        if self._model_name is None:
+            self._model_name = (await self.model()).name
+        return self._model_name
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         """Render a request without parameters. Only a chat has the model's own limit of an answer."""
@@ -144,6 +240,25 @@ class VllmApi(TextServer):
             raise EngineRefusedError(409, "its prefix cache is in use; try again")
 
 
+def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_id: str) -> dict[str, Any]:
+    """Return the engine's body: the client's, with the prompt's ids, the salt, and the gateway's own wishes."""
+    call, body = request.call, dict(client_body)
+    assert call is not None
+    body |= {"cache_salt": request.root.hex(), "request_id": request_id, "priority": request.priority}
+    echoes, shows_prompt = (bytes(body.get(name, b"")) == b"true" for name in ("echo", "return_prompt_text"))
+    prompt_ids = [*request.prompt_ids, *request.choices[0].output_ids]
+    if call.path == CHAT and not (request.media or shows_prompt):  # for these, vLLM renders again
+        body["kv_transfer_params"] = {"prompt_token_ids": prompt_ids}
+    elif call.path == COMPLETIONS and not echoes:
+        body["prompt"] = prompt_ids
+        for name in _CHANGES_PROMPT:  # /render has applied them, and the output so far must stay
+            body.pop(name, None)
+    if call.path in LENGTHS and not echoes:  # an echo of ids has no text
+        body["return_token_ids"] = True
+    shorten(body, request, call.path)
+    return body
+
+
 def without_neutral(resolved: dict[str, Any]) -> dict[str, Any]:
     """Leave out parameters that have the API's own default, and limits that do not apply."""
     neutral = SamplingParams(max_tokens=0)
@@ -163,9 +278,8 @@ def parse_load(text: bytes, rank: int | None) -> EngineLoad:
     """
     values: dict[str, float] = {}
     try:
-        names = {*_GAUGES, *_TOTALS, _CACHE_CONFIG}
-        samples = [(n, dict(_LABEL.findall(labels)), value) for n, labels, value in _SAMPLE.findall(text) if n in names]
-        caches = {int(labels.get(b"engine", 0)): labels for name, labels, _ in samples if name == _CACHE_CONFIG}
+        found = samples(text, {*_GAUGES, *_TOTALS, _CACHE_CONFIG})
+        caches = {int(labels.get(b"engine", 0)): labels for name, labels, _ in found if name == _CACHE_CONFIG}
         if not caches:
             raise EngineLostError("/metrics is not vLLM's, or vLLM was started with --disable-log-stats: leave it out")
         ranks = tuple(sorted(caches))
@@ -173,29 +287,22 @@ def parse_load(text: bytes, rank: int | None) -> EngineLoad:
         if rank not in caches:
             others = ", ".join(map(str, ranks))
             raise EngineRefusedError(400, f"--engine-rank {rank}: this server has the ranks {others}")
-        for name, labels, value in samples:
+        for name, labels, value in found:
             is_other = int(labels.get(b"engine", rank)) != rank or labels.get(b"sleep_state", b"awake") != b"awake"
             if is_other or name == _CACHE_CONFIG:
                 continue
             if name in _GAUGES:
-                values[_GAUGES[name]] = max(values.get(_GAUGES[name], 0.0), float(value))
+                values[_GAUGES[name]] = max(values.get(_GAUGES[name], 0.0), value)
             else:
-                values[_TOTALS[name]] = values.get(_TOTALS[name], 0.0) + float(value)
-        return EngineLoad(
-            started_s=values.get("started_s", 0.0),
-            num_running=int(values.get("num_running", 0)),
-            num_waiting=int(values.get("num_waiting", 0)),
-            num_blocks=int(caches[rank][b"num_gpu_blocks"]) // len(ranks),  # the sum of a server's ranks
-            block_size=int(caches[rank][b"block_size"]),
-            usage=values.get("usage", 0.0),
-            prefill_tokens=values.get("prefill_tokens", 0.0),
-            prefill_s=values.get("prefill_s", 0.0),
-            num_prefills=int(values.get("num_prefills", 0)),
-            reuses_prefixes={b"True": True, b"False": False}.get(caches[rank].get(b"enable_prefix_caching", b"")),
-            speculates="num_drafts" in values,
-            work=values.get("work", 0.0),
-            sleeps=values.get("num_awake", 1.0) == 0.0,
-            ranks=ranks,
-        )
-    except (KeyError, ValueError, OverflowError) as error:
+                values[_TOTALS[name]] = values.get(_TOTALS[name], 0.0) + value
+        facts = {
+            "num_blocks": int(caches[rank][b"num_gpu_blocks"]) // len(ranks),  # the sum of a server's ranks
+            "block_size": int(caches[rank][b"block_size"]),
+            "reuses_prefixes": {b"True": True, b"False": False}.get(caches[rank].get(b"enable_prefix_caching", b"")),
+            "speculates": "num_drafts" in values,
+            "sleeps": values.get("num_awake", 1.0) == 0.0,
+            "ranks": ranks,
+        }
+        return msgspec.convert(values | facts, EngineLoad, strict=False)
+    except (KeyError, ValueError) as error:
         raise EngineLostError(f"/metrics is not vLLM's: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from cache.types import BlockHash, Epoch, WorkerId
 from tests.fake_engine.server import FakeEngine, parse
 from tests.server.scripted_worker import listening
 from tests.waiting import HANG_S, until
-from worker.adapter.api import EngineApi, EngineLoad, EngineModel, EnginePart, EventSource
+from worker.adapter.api import ChoicePart, EngineApi, EngineLoad, EngineModel, EnginePart, EventSource, Take
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
 from worker.adapter.health import EngineFacts, EngineHealth
@@ -217,13 +217,13 @@ class Call:
             self.parts.put_nowait(part)
 
     def token(self, token_id: int = 5, choice: int = 0) -> None:
-        self.say(EnginePart(b"{}", ((choice, (token_id,)),)))
+        self.say(EnginePart((ChoicePart(choice, (token_id,)),)))
 
     def end(self, reason: str = "length", num_cached_tokens: int | None = None) -> None:
         choices = [choice.index for choice in self.request.choices]
-        reasons = tuple([(index, reason) for index in choices])
-        self.say(EnginePart(b"{}", tuple([(index, (6,)) for index in choices]), reasons))
-        self.say(EnginePart(b"{}", num_cached_tokens=num_cached_tokens), None)
+        self.say(EnginePart(tuple([ChoicePart(index, (6,), reason) for index in choices])))
+        usage = {"prompt_tokens_details": {"cached_tokens": num_cached_tokens}}
+        self.say(msgspec.convert({"usage": usage}, EnginePart), None)
 
 
 class ScriptedApi(EngineApi):
@@ -283,14 +283,14 @@ class ScriptedApi(EngineApi):
         if self.reset_error is not None:
             raise self.reset_error
 
-    async def generate(self, request: GenerateRequest, request_id: str, take: Callable[[EnginePart], None]) -> None:
+    async def generate(self, request: GenerateRequest, request_id: str, take: Take) -> None:
         call = Call(request)
         self.calls.append(call)
         try:
             while (part := await call.parts.get()) is not None:
                 if isinstance(part, Exception):
                     raise part
-                take(part)
+                take(b"{}", part)
         finally:
             call.is_open = False
 

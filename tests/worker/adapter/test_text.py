@@ -20,7 +20,7 @@ from tests.worker.adapter.rig import MEMBER, Rig, finishes, make_request, runnin
 from tests.worker.adapter.scripted_http import ScriptedHttp, sse
 from tests.worker.adapter.test_vllm import api as api
 from tests.worker.adapter.test_vllm import server as server
-from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError
+from worker.adapter.api import EngineLostError, EngineRefusedError
 from worker.adapter.health import facts_of
 from worker.adapter.text import CHAT, COMPLETIONS
 from worker.adapter.vllm import VllmApi
@@ -39,9 +39,9 @@ def delta(text: str, ids: list[int], index: int = 0, reason: str | None = None) 
     return {"choices": [{"index": index, "delta": {"content": text}, "token_ids": ids, "finish_reason": reason}]}
 
 
-async def parts_of(api: VllmApi, request: GenerateRequest) -> list[EnginePart]:
-    parts = list[EnginePart]()
-    await api.generate(request, "id-1", parts.append)
+async def parts_of(api: VllmApi, request: GenerateRequest) -> list[bytes]:
+    parts = list[bytes]()
+    await api.generate(request, "id-1", lambda data, part: parts.append(data))
     return parts
 
 
@@ -238,7 +238,7 @@ async def test_engines_without_text_are_served_by_their_own_apis(server: Scripte
     request = with_fields(asking("/rerank", streams=False, query="a"), prompt_ids=())
     server.answers["POST /rerank"] = JSONResponse({"results": []})
     [part] = await parts_of(api, request)
-    assert json.loads(part.data) == {"results": []}
+    assert json.loads(part) == {"results": []}
     body = server.bodies[-1]
     assert (body["query"], body["cache_salt"], body["model"]) == ("a", make_request().root.hex(), "m")
     assert not {"kv_transfer_params", "return_token_ids"}.intersection(body)

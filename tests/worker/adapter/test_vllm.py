@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http
-from worker.adapter import vllm
+from worker.adapter import http, vllm
 from worker.adapter.api import EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.connect import connect
 from worker.adapter.vllm import VllmApi, parse_load
@@ -203,7 +203,7 @@ def test_pages_of_real_servers(page: str, rank: int | None, expected: tuple[Any,
     assert not load.sleeps
 
 
-FAMILIES = sorted({name for name, _, _ in vllm._SAMPLE.findall(METRICS)} - {vllm._CACHE_CONFIG})
+FAMILIES = sorted({name for name, _, _ in http._SAMPLE.findall(METRICS)} - {vllm._CACHE_CONFIG})
 
 
 @given(st.sets(st.sampled_from(FAMILIES)), st.sampled_from([0, 1]))
@@ -220,7 +220,7 @@ def test_any_family_but_one_may_be_absent(absent: set[bytes], rank: int) -> None
 def test_samples_of_several_processes(data: st.DataObject) -> None:
     """Processes share a total, and report the same gauge: as now, or as it was."""
     page = METRICS
-    for name, labels, value in vllm._SAMPLE.findall(METRICS):
+    for name, labels, value in http._SAMPLE.findall(METRICS):
         if not labels or name == vllm._CACHE_CONFIG:
             continue
         first = data.draw(st.integers(0, int(float(value) * 4))) / 4
