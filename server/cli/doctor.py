@@ -1,7 +1,7 @@
 """`headstart doctor`: checks this machine for a gateway, workers or both, in the order in which the parts start.
 
 `python -m worker.doctor` checks model, memory, device and kernel in a process of its own, because it loads torch. With
---engine-url, `python -m worker.adapter.doctor` checks another engine instead.
+--engine-url, `python -m worker.adapter doctor` checks another engine instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OLDEST_REDIS: Final = (6, 2)
 SLOW_PING_S: Final = 0.002  # a lookup has 25 ms, most of which the network must leave
 TIMEOUT_S: Final = 3.0  # a silent part is the problem to show
 WORKER_MODULE: Final = "worker.doctor"
-ENGINE_MODULE: Final = "worker.adapter.doctor"
+ENGINE_MODULE: Final = "worker.adapter"
 WORKER_TIMEOUT_S: Final = 120.0  # importing torch from a cold disk takes a minute
 FIX_INSTALL: Final = (
     "run `make install`: it checks every package and repairs it; TORCH_INDEX=URL names an index of torch's CPU builds. "
@@ -267,10 +267,10 @@ def checks_of(module: str, options: Sequence[str]) -> list[Check]:
 
 
 async def engine_checks(args: argparse.Namespace, url: str) -> list[Check]:
-    """Return the checks of `worker.adapter.doctor`."""
+    """Return the checks of `python -m worker.adapter doctor`."""
     known = given(args, "engine", "engine_key_file", "engine_ca", "engine_rank", "tokenizer", "block_size")
     events = [*given(args, "events", "events_replay"), *(["--events-exposed"] if args.events_exposed else [])]
-    options = ["--engine-url", url, *known, *events]
+    options = ["doctor", "--engine-url", url, *known, *events]
     return await asyncio.to_thread(checks_of, ENGINE_MODULE, options)
 
 

@@ -239,7 +239,7 @@ class Supervisor:
     async def _add_engine(self, index: int, url: str, shared: Sequence[str]) -> None:
         """Wait for an engine, and start a worker in front of each of its ranks. Raises CommandError."""
         name, options = f"engine-{index}", ["--engine-url", url, *self._args.engine_args]
-        command = [*module_command("worker.adapter.ranks"), *options]
+        command = [*module_command("worker.adapter"), "ranks", *options]
         self._children[name] = question = Child(name, command, partial(self._screen.say, name=f"[{name}]"))
         while (code := await question.run_once()) not in (0, BAD_USAGE):  # noqa: ASYNC110
             await asyncio.sleep(FIRST_DELAY_S)

@@ -1,8 +1,4 @@
-"""`python -m worker.adapter.doctor`: checks whether an engine can be a worker. It takes a worker's options.
-
-It prints one JSON object for each check (`worker.common.checks.Check`). It sends the engine two short prompts, and more
-until an event arrives.
-"""
+"""Checks whether an engine can be a worker. It sends the engine two short prompts, and more until an event arrives."""
 
 from __future__ import annotations
 
@@ -10,9 +6,8 @@ import asyncio
 import math
 import random
 import secrets
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -26,8 +21,8 @@ from worker.adapter.kv_events import BlockStored, EventBatch
 from worker.adapter.subscriber import EventSubscriber, engine_binds
 from worker.adapter.text import COMPLETIONS
 from worker.common.capabilities import GENERATING
-from worker.common.checks import Check, judge, print_check
-from worker.config import WorkerConfig, parse
+from worker.common.checks import Check, judge
+from worker.config import WorkerConfig
 from worker.wire import ChoiceState, EngineCall, GenerateRequest, SamplingParams
 
 PROBE_BLOCKS: Final = 4  # full blocks, so that there are events of some
@@ -284,22 +279,3 @@ async def check_replay(config: WorkerConfig, source: EventSource, send: Callable
         await listener.close()
     found = f"{source.replay_endpoint} has the events" if is_found else f"no answer from {source.replay_endpoint}"
     return judge("replay", found, (not is_found, "fail", "the port must be this engine's, on this machine"))
-
-
-async def _run(config: WorkerConfig) -> None:
-    async for check in checks(config):
-        print_check(check)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Return 2 for options that cannot work."""
-    try:
-        asyncio.run(_run(parse(argv)))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -50,7 +50,7 @@ def test_no_file_of_the_folder_runs(folder: Path, arguments: list[str]) -> None:
 
 
 def test_a_child_looks_for_modules_where_they_are_installed(folder: Path) -> None:
-    command = [*module_command("worker.adapter.ranks"), "--help"]
+    command = [*module_command("worker.adapter"), "ranks", "--help"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert (done.returncode, "a file of the folder ran" in done.stderr) == (0, False), done.stderr
 
