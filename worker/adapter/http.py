@@ -70,7 +70,7 @@ class EngineServer(EngineApi):
             try:
                 async with asyncio.timeout(timeout_s), self._asked(method, path, body) as connection:
                     status = await connection.head()
-                    answer = await _start_of(connection, _MAX_ANSWER_BYTES if status == 200 else _MAX_ERROR_BYTES)
+                    answer = await connection.read_start(_MAX_ANSWER_BYTES if status == 200 else _MAX_ERROR_BYTES)
                 break
             except TimeoutError as error:
                 raise EngineLostError(self._why(error)) from error
@@ -104,7 +104,7 @@ class EngineServer(EngineApi):
         events = _Events(take)
         async with self._asked("POST", path, body) as connection:
             if (status := await connection.head()) != 200:
-                raise refused(status, await _start_of(connection, _MAX_ERROR_BYTES))
+                raise refused(status, await connection.read_start(_MAX_ERROR_BYTES))
             await connection.pass_on(events.feed)  # up to its end, so that the connection can be reused
             if not events.is_done:
                 raise EngineLostError("the answer ended early")
@@ -238,15 +238,6 @@ def samples(page: bytes, names: Container[bytes]) -> list[tuple[bytes, dict[byte
     """
     found = [(name, labels, value) for name, labels, value in _SAMPLE.findall(page) if name in names]
     return [(name, dict(_LABEL.findall(labels)), float(value)) for name, labels, value in found]
-
-
-async def _start_of(connection: _EngineConnection, max_bytes: int) -> bytes:
-    """Read the body of an answer; of one that is longer than the bound, a little more than that."""
-    parts, num_bytes = list[bytes](), 0
-    while num_bytes <= max_bytes and (part := await connection.read()):
-        parts.append(part)
-        num_bytes += len(part)
-    return b"".join(parts)
 
 
 class AnswerTooLongError(EngineLostError):

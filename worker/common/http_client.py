@@ -90,14 +90,18 @@ class HttpConnection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
+    async def read_start(self, max_bytes: int) -> bytes:
+        """Return the whole body; of one that is longer than the bound, a little more than that."""
+        body = bytearray()
+        while len(body) <= max_bytes and (part := await self.read()):
+            body += part
+        return bytes(body)
+
     async def read_all(self, max_bytes: int) -> bytes:
         """Return the whole body. One that is longer than `max_bytes` is an error, too."""
-        body = bytearray()
-        while part := await self.read():
-            body += part
-            if len(body) > max_bytes:
-                raise self.lost(f"the answer has more than {max_bytes} bytes", is_stale=False)
-        return bytes(body)
+        if len(body := await self.read_start(max_bytes)) > max_bytes:
+            raise self.lost(f"the answer has more than {max_bytes} bytes", is_stale=False)
+        return body
 
     async def pass_on(self, take: Callable[[bytes], None]) -> None:
         """Hand the rest of the body to `take` as it arrives. Raises what `take` raises, which ends the connection."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -108,21 +108,18 @@ class WorkerCa(TlsFiles):
     def __init__(self, ca: str, name: str | None = None) -> None:
         """`name`: the name in a worker's certificate, when that is not its address. Raises ValueError."""
         context = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.peer_name = name
+        context.peer = {} if name is None else {"server_hostname": name}
         super().__init__("--worker-ca", context, lambda each: each.load_verify_locations(ca), ca)
 
 
 class _NamedContext(ssl.SSLContext):
     """Checks a peer's certificate for one name, whatever address was dialled."""
 
-    peer_name: str | None = None
+    peer: Mapping[str, str] = {}
+    """The name as an option of a handshake; empty: the address has to be in the certificate."""
 
-    def wrap_bio(self, incoming: Any, outgoing: Any, *args: Any, **options: Any) -> ssl.SSLObject:
-        if self.peer_name is not None:
-            options["server_hostname"] = self.peer_name
-        return super().wrap_bio(incoming, outgoing, *args, **options)
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        return super().wrap_bio(*args, **{**options, **self.peer})
 
-    def wrap_socket(self, sock: Any, *args: Any, **options: Any) -> ssl.SSLSocket:
-        if self.peer_name is not None:
-            options["server_hostname"] = self.peer_name
-        return super().wrap_socket(sock, *args, **options)
+    def wrap_socket(self, *args: Any, **options: Any) -> ssl.SSLSocket:
+        return super().wrap_socket(*args, **{**options, **self.peer})
