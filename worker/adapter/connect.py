@@ -42,7 +42,7 @@ from worker.config import WorkerConfig
 from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
 from worker.files.generation_config import sampling_defaults
-from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
+from worker.files.tokenizer_files import fields_of_folder, fingerprint, tokenizer_folder, vocab_size
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, EngineCall, SamplingDefaults, TokenizerBundle
 
 PROBE_TEXTS: Final = (
@@ -230,20 +230,21 @@ def make_bundle(
     """
     source = config.tokenizer or model.source or model.name
     folder, revision = tokenizer_folder(source, config.revision)
-    bundle = bundle_of_folder(
-        folder,
+    fields = fields_of_folder(folder, allow_engine_vocabulary=True)
+    if defaults is None or config.generation_config != "auto":
+        defaults = sampling_defaults(config.generation_config, folder)
+    bundle = TokenizerBundle(
+        fingerprint=fingerprint(*fields.values()),
         model=config.served_model_name or model.name,
         revision=revision,
-        block_size=config.block_size,
+        vocab_size=vocab_size(folder, fields["tokenizer_json"]),
         max_model_len=min(model.max_model_len, config.max_model_len or model.max_model_len),
-        sampling_defaults=(
-            sampling_defaults(config.generation_config, folder)
-            if defaults is None or config.generation_config != "auto"
-            else defaults
-        ),
-        allow_engine_vocabulary=True,
+        block_size=config.block_size,
+        sampling_defaults=defaults,
+        template_kwargs=config.template_kwargs,
+        **fields,
     )
-    return replace(bundle, template_kwargs=config.template_kwargs), folder
+    return bundle, folder
 
 
 async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 from worker.common.command_line import reason
 from worker.files.errors import CheckpointError
 from worker.files.model_files import sampled_digest
-from worker.wire import NO_DEFAULTS, SamplingDefaults, TokenizerBundle
 
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _TEXTS: Final = ("*.json", "*.jinja")
@@ -30,37 +29,14 @@ ENGINE_FILES: Final = (*VOCABULARY_FILES, *_CODE_FILES)
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
 
 
-def bundle_of_folder(
-    folder: Path,
-    *,
-    model: str,
-    revision: str,
-    block_size: int,
-    max_model_len: int,
-    sampling_defaults: SamplingDefaults = NO_DEFAULTS,
-    allow_engine_vocabulary: bool = False,
-) -> TokenizerBundle:
-    """Build the bundle of a folder of Hugging Face files. Raise CheckpointError.
-
-    `allow_engine_vocabulary`: see `fields_of_folder`.
-    """
-    fields = fields_of_folder(folder, allow_engine_vocabulary=allow_engine_vocabulary)
+def vocab_size(folder: Path, tokenizer_json: bytes) -> int:
+    """Return the size that a folder's configuration names, else that of its tokenizer. Raise CheckpointError."""
     config = _optional_json(folder / "config.json") or _optional_json(folder / "params.json")
-    vocab_size = (config.get("text_config") or config).get("vocab_size")
-    if not isinstance(vocab_size, int):
-        if not fields["tokenizer_json"]:
-            raise CheckpointError(f"{folder} names no vocab_size in config.json or params.json")
-        vocab_size = Tokenizer.from_buffer(fields["tokenizer_json"]).get_vocab_size()
-    return TokenizerBundle(
-        fingerprint=fingerprint(*fields.values()),
-        model=model,
-        revision=revision,
-        vocab_size=vocab_size,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        sampling_defaults=sampling_defaults,
-        **fields,
-    )
+    if isinstance(named := (config.get("text_config") or config).get("vocab_size"), int):
+        return named
+    if not tokenizer_json:
+        raise CheckpointError(f"{folder} names no vocab_size in config.json or params.json")
+    return int(Tokenizer.from_buffer(tokenizer_json).get_vocab_size())
 
 
 def is_hub_id(source: str) -> bool:

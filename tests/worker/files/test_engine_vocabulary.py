@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from worker.adapter.api import EngineModel
+from worker.adapter.connect import make_bundle
+from worker.config import WorkerConfig
 from worker.files.errors import CheckpointError
-from worker.files.tokenizer_files import bundle_of_folder
+from worker.files.tokenizer_files import fields_of_folder
 from worker.wire import TokenizerBundle
 
 DECODER = {"7": {"content": "<|end|>", "special": True}, "9": {"content": "<think>", "special": False}}
 TEKKEN = {"special_tokens": [{"rank": 2, "token_str": "</s>", "is_control": True}], "vocab": []}
 
 
-def bundle(folder: Path, **fields: Any) -> TokenizerBundle:
-    options: dict[str, Any] = {"model": "m", "revision": "r", "block_size": 16, "max_model_len": 64}
-    return bundle_of_folder(folder, **options, **({"allow_engine_vocabulary": True} | fields))
+def bundle(folder: Path) -> TokenizerBundle:
+    return make_bundle(WorkerConfig(engine="vllm", engine_url="http://h"), EngineModel("m", str(folder), 64))[0]
 
 
 def write(folder: Path, **files: object) -> Path:
@@ -61,7 +62,7 @@ def test_each_file_changes_the_fingerprint(tmp_path: Path, file: str) -> None:
 def test_own_engine_needs_tokenizer_json(tmp_path: Path) -> None:
     write(tmp_path, tekken__json=TEKKEN, config__json={"vocab_size": 5})
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
-        bundle(tmp_path, allow_engine_vocabulary=False)
+        fields_of_folder(tmp_path)
 
 
 def test_ranks_without_control_tokens(tmp_path: Path) -> None:
