@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer
 
 from worker.model.gguf import GGUFCheckpoint
+from worker.model.gguf_tokenizer import tokenizer_from_gguf
 from worker.model.load import find_checkpoint
-from worker.model.tokenizer_bundle import tokenizer_from_gguf
 
 
 def checkpoint() -> GGUFCheckpoint:

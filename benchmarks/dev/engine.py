@@ -29,16 +29,16 @@ from benchmarks.dev.random_model import SHAPES, random_model, random_reference
 from benchmarks.dev.requantised import requantised_model
 from benchmarks.report import Figure, Report, option_parser, publish
 from cache.allocators import make_allocator
-from worker.config import default_step_tokens
+from worker.config import WorkerConfig, default_step_tokens
 from worker.contracts.engine import EngineOutput, RequestKey
 from worker.contracts.step import Launch, StepResult
 from worker.engine.grammar import GrammarCompiler
 from worker.kernels.cpu import matmul_kernels_for
+from worker.loading.engine import build_bundle
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.dtype import choose_dtype
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import FAMILIES, LoadedModel, load_model
-from worker.model.tokenizer_bundle import build_bundle
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
@@ -324,7 +324,7 @@ def _engine_figures(model: LoadedModel, options: argparse.Namespace) -> list[Fig
 
 def grammars_of(model: LoadedModel) -> GrammarCompiler:
     """Return the grammars of a model with a tokenizer."""
-    return GrammarCompiler(build_bundle(model, block_size=16, max_model_len=model.config.max_model_len))
+    return GrammarCompiler(build_bundle(WorkerConfig(), model, model.config.max_model_len))
 
 
 def settings_as_sent(name: str, count: int) -> list[Mapping[str, Any]]:

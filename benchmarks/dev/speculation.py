@@ -25,10 +25,11 @@ from benchmarks.dev.engine import Engine
 from benchmarks.dev.simulation.traces import TOOL_CHAT
 from benchmarks.dev.tiers import median_figure
 from benchmarks.report import Figure, Report, option_parser, publish
+from worker.config import WorkerConfig
 from worker.contracts.rates import StepCost
+from worker.loading.engine import build_bundle
 from worker.model.config import LoadOptions
 from worker.model.load import load_model
-from worker.model.tokenizer_bundle import build_bundle
 from worker.scheduler.speculation import Speculation
 
 TASKS: Final = {
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     model = load_model(options.model, LoadOptions(dtype=options.dtype))
-    bundle = build_bundle(model, block_size=BLOCK_SIZE, max_model_len=model.config.max_model_len)
+    bundle = build_bundle(WorkerConfig(block_size=BLOCK_SIZE), model, model.config.max_model_len)
     tokenizer = Tokenizer.from_str(bundle.tokenizer_json.decode())
     answers = list(tool_answers(options.traces / TOOL_CHAT))
     figures: list[Figure] = []

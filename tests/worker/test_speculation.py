@@ -13,9 +13,10 @@ from tests.tiny_model import write_tiny_model
 from tests.waiting import HANG_S
 from tests.worker.device_streams import LateStream
 from tests.worker.scheduler.engine import Answer, HandEngine, generate
+from worker.config import WorkerConfig
 from worker.engine.grammar import GrammarCompiler
+from worker.loading.engine import build_bundle
 from worker.model.load import LoadOptions, load_model
-from worker.model.tokenizer_bundle import build_bundle
 from worker.runner.model_runner import ModelRunner
 from worker.wire import GenerateRequest, Grammar
 
@@ -87,7 +88,7 @@ def run(
         max_num_batched_tokens=64,
         watermark=0.0,
     )
-    compiler = GrammarCompiler(build_bundle(model, block_size=BLOCK_SIZE, max_model_len=400), compile_timeout_s=HANG_S)
+    compiler = GrammarCompiler(build_bundle(WorkerConfig(block_size=BLOCK_SIZE), model, 400), compile_timeout_s=HANG_S)
     requests = []
     for number in range(num_requests):
         given = wire(rng, number)

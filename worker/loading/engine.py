@@ -31,6 +31,8 @@ from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import StepCost
 from worker.engine.engine import EngineCore
 from worker.files.embedding import find_pooling
+from worker.files.generation_config import gguf_defaults, sampling_defaults
+from worker.files.tokenizer_files import fields_of_folder, fingerprint
 from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.transfers import KVTransfers
@@ -38,14 +40,15 @@ from worker.loading.pool import device_of, max_model_len_of, num_pool_blocks
 from worker.loading.warm_up import limit_onednn_cache, warm_up
 from worker.model.config import LoadOptions, WeightForm
 from worker.model.dtype import choose_dtype
+from worker.model.gguf import GGUFCheckpoint
+from worker.model.gguf_tokenizer import fields_of_gguf
 from worker.model.load import LoadedModel, load_model
-from worker.model.tokenizer_bundle import build_bundle
 from worker.publishing.inbox import PublisherInbox
 from worker.runner.model_runner import ModelRunner
 from worker.sampling.sampler import DRAWS
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
-from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, TokenizerBundle
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +74,7 @@ class _LoadedParts:
         pool_tokens = (self.num_blocks - 1) * config.block_size
         max_model_len = max_model_len_of(config, model, pool_tokens)
         self.limits = config.limits(default_step_tokens(model.device.type, model.options.dtype))
-        self.bundle = build_bundle(
-            model,
-            config.generation_config,
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            name=config.served_model_name,
-            chat_template=config.chat_template,
-            template_kwargs=config.template_kwargs,
-        )
+        self.bundle = build_bundle(config, model, max_model_len)
         self.runner = ModelRunner(
             model,
             num_blocks=self.num_blocks,
@@ -93,6 +88,32 @@ class _LoadedParts:
         self.rate = warm_up(self.runner, num_tokens, config.block_size)
         if advice := busy_advice(begun):
             report(f"WARNING: {advice}")
+
+
+def build_bundle(config: WorkerConfig, model: LoadedModel, max_model_len: int) -> TokenizerBundle:
+    """Build what gateways fetch from the checkpoint that is loaded. Raise ModelError."""
+    checkpoint = model.checkpoint
+    if isinstance(checkpoint, GGUFCheckpoint):
+        fields = fields_of_gguf(checkpoint.metadata)
+        defaults = gguf_defaults(config.generation_config, checkpoint.metadata, checkpoint.path)
+    else:
+        fields = fields_of_folder(checkpoint.path)
+        defaults = sampling_defaults(config.generation_config, checkpoint.path)
+    digest = fingerprint(*fields.values())
+    if config.chat_template is not None:
+        digest = fingerprint(digest.encode(), config.chat_template)
+        fields |= {"chat_template": config.chat_template, "tool_template": None}
+    return TokenizerBundle(
+        fingerprint=digest,
+        model=config.served_model_name or checkpoint.name,
+        revision=checkpoint.revision,
+        vocab_size=model.config.vocab_size,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        sampling_defaults=defaults,
+        template_kwargs=config.template_kwargs,
+        **fields,
+    )
 
 
 def build_engine(

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 
 from worker.common.command_line import module_command
 from worker.model.gguf import GGUFCheckpoint
+from worker.model.gguf_tokenizer import tokenizer_from_gguf
 from worker.model.load import find_checkpoint
-from worker.model.tokenizer_bundle import tokenizer_from_gguf
 from worker.wire import TokenizerBundle
 
 MODEL: Final = "bench"

@@ -14,10 +14,13 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from tests import smollm2
 from tests.tiny_model import write_tiny_model
 from tests.worker.gguf_files import train, write_tokenizer
+from worker.config import WorkerConfig
 from worker.files.errors import CheckpointError, UnsupportedModel
+from worker.files.tokenizer_files import canonical_json
+from worker.loading.engine import build_bundle
 from worker.model.gguf import GGUFCheckpoint
+from worker.model.gguf_tokenizer import tokenizer_from_gguf
 from worker.model.load import LoadedModel, LoadOptions, load_model
-from worker.model.tokenizer_bundle import build_bundle, canonical_json, tokenizer_from_gguf
 from worker.wire import TokenizerBundle
 
 _TAUBENCH = Path(__file__).parents[2] / "data" / "taubench_airline_text_dev.jsonl.gz"
@@ -63,7 +66,7 @@ def tiny(written: Path, tmp_path: Path) -> Path:
 
 
 def bundle_of(folder: Path) -> TokenizerBundle:
-    return build_bundle(load_model(str(folder), LoadOptions()), block_size=16, max_model_len=128)
+    return build_bundle(WorkerConfig(), load_model(str(folder), LoadOptions()), 128)
 
 
 def change(file: Path, **fields: Any) -> None:
@@ -73,7 +76,7 @@ def change(file: Path, **fields: Any) -> None:
 
 class TestDefaultModel:
     def test_fields(self, default: LoadedModel) -> None:
-        bundle = build_bundle(default, block_size=16, max_model_len=2048)
+        bundle = build_bundle(WorkerConfig(), default, 2048)
         assert bundle.model == "SmolLM2-135M-Instruct"
         assert (bundle.bos_token, bundle.eos_token, bundle.add_bos) == ("<|im_start|>", "<|im_end|>", False)
         assert bundle.eos_token_ids == (2,)
@@ -90,20 +93,20 @@ class TestDefaultModel:
         digits = pre_tokenizers.Digits(individual_digits=True)
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         reference.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-        bundle = build_bundle(default, block_size=16, max_model_len=2048)
+        bundle = build_bundle(WorkerConfig(), default, 2048)
         tokenizer = Tokenizer.from_buffer(bundle.tokenizer_json)
         for text in texts:
             assert tokenizer.encode(text).ids == reference(text).input_ids, text
             assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
     def test_control_tokens_are_special(self, default: LoadedModel) -> None:
-        tokenizer = Tokenizer.from_buffer(build_bundle(default, block_size=16, max_model_len=64).tokenizer_json)
+        tokenizer = Tokenizer.from_buffer(build_bundle(WorkerConfig(), default, 64).tokenizer_json)
         assert tokenizer.encode("a<|im_end|>").ids[-1] == 2
         assert tokenizer.decode([1, 2, 0]) == ""
 
     def test_the_fingerprint_is_that_of_the_tokenizer(self, default: LoadedModel) -> None:
-        one = build_bundle(default, block_size=16, max_model_len=2048)
-        again = build_bundle(default, block_size=32, max_model_len=64)
+        one = build_bundle(WorkerConfig(), default, 2048)
+        again = build_bundle(WorkerConfig(block_size=32), default, 64)
         assert one.fingerprint == again.fingerprint
         assert canonical_json(smollm2.tokenizer()) == one.tokenizer_json
 

@@ -1,7 +1,4 @@
-"""The tokenizer bundle that gateways fetch, built from the checkpoint that the worker has loaded.
-
-GGUF files hold a vocabulary and merges; for byte-level BPE families they become a `tokenizers` tokenizer here.
-"""
+"""The tokenizer of a GGUF file: its vocabulary and merges, for byte-level BPE families, as a `tokenizers` tokenizer."""
 
 from __future__ import annotations
 
@@ -13,11 +10,8 @@ from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from worker.files.errors import CheckpointError, UnsupportedModel
-from worker.files.generation_config import gguf_defaults, sampling_defaults
-from worker.files.tokenizer_files import canonical_json, fields_of_folder, fingerprint
-from worker.model.gguf import GGUFCheckpoint, Metadata
-from worker.model.load import LoadedModel
-from worker.wire import TokenizerBundle
+from worker.files.tokenizer_files import canonical_json
+from worker.model.gguf import Metadata
 
 _END_OF_TURN: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end an answer if the chat template writes them, whatever the file calls EOS."""
@@ -46,46 +40,11 @@ _FAMILIES: Final = {
 }
 
 
-def build_bundle(
-    model: LoadedModel,
-    generation_config: str = "auto",
-    *,
-    block_size: int,
-    max_model_len: int,
-    name: str | None = None,
-    chat_template: str | None = None,
-    template_kwargs: bytes = b"{}",
-) -> TokenizerBundle:
-    """`name`, `chat_template` and `template_kwargs`: the operator's.
+def fields_of_gguf(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of a bundle that a file determines, in the order in which `fingerprint` takes them.
 
-    Raise ModelError if the checkpoint has no tokenizer for `tokenizers`, or invalid sampling defaults.
+    Raise ModelError if it has no tokenizer for `tokenizers`.
     """
-    checkpoint = model.checkpoint
-    if isinstance(checkpoint, GGUFCheckpoint):
-        fields = _from_gguf(checkpoint.metadata)
-        defaults = gguf_defaults(generation_config, checkpoint.metadata, checkpoint.path)
-    else:
-        fields = fields_of_folder(checkpoint.path)
-        defaults = sampling_defaults(generation_config, checkpoint.path)
-    digest = fingerprint(*fields.values())
-    if chat_template is not None:
-        digest = fingerprint(digest.encode(), chat_template)
-        fields |= {"chat_template": chat_template, "tool_template": None}
-    return TokenizerBundle(
-        fingerprint=digest,
-        model=checkpoint.name if name is None else name,
-        revision=checkpoint.revision,
-        vocab_size=model.config.vocab_size,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        sampling_defaults=defaults,
-        template_kwargs=template_kwargs,
-        **fields,
-    )
-
-
-def _from_gguf(metadata: Metadata) -> dict[str, Any]:
-    """Return the fields of the fingerprint, in its order."""
     tokenizer = tokenizer_from_gguf(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata["tokenizer.ggml.token_type"]
