@@ -78,17 +78,6 @@ async def test_what_it_says_of_itself(api: SglangApi, server: ScriptedHttp) -> N
         await api.model()
 
 
-async def test_paths_of_older_versions(api: SglangApi, server: ScriptedHttp) -> None:
-    server.answers |= {
-        "GET /server_info": Response(status_code=404),
-        "GET /get_server_info": JSONResponse({"version": "0.5.9"}),
-        "GET /model_info": Response(status_code=404),
-        "GET /get_model_info": JSONResponse({"model_path": "org/old"}),
-    }
-    assert await api.version() == "0.5.9"
-    assert (await api.model()).source == "org/old"
-
-
 @pytest.mark.parametrize(
     ("info", "problem"),
     [
