@@ -128,7 +128,7 @@ class EngineUsage(msgspec.Struct):
 
 
 class EnginePart(msgspec.Struct):
-    """What the worker reads of an event of an engine's API, or of a whole answer."""
+    """The fields that the worker reads of an event of an engine's API, or of a whole answer."""
 
     choices: tuple[ChoicePart, ...] = ()
     usage: EngineUsage | None = None
