@@ -35,7 +35,6 @@ from server.request.response import ResponseStream
 from server.request.services import RequestServices
 from server.request_context import CURRENT, RequestContext
 from server.usage.account import Account
-from worker.common.http_protocol import ANSWER
 from worker.common.tracing import Tracing
 
 PART_BYTES: Final = 1 << 18
@@ -255,8 +254,9 @@ class GenerateEndpoint(ABC):
         self, answer: Answer, more: Headers, context: RequestContext, account: Account, scope: Scope, send: Send
     ) -> None:
         client, response = client_of(scope), answer.response
-        ping, write = answer.formatter.ping, scope[ANSWER]().write
+        ping, write = answer.formatter.ping, client.write
         writer = SseWriter(send, lambda: [*more, *response.headers()], ping, write)
+        client.on_probe = writer.probe
         first_s = 0.0
 
         async def events_of(deltas: list[ChoiceDelta]) -> bytes:
@@ -276,7 +276,7 @@ class GenerateEndpoint(ABC):
                 await writer.write(events)
 
         try:
-            with response.guard(client), client.probed_by(writer), self._services.keep_alive.keeping(writer):
+            with response.guard(client), self._services.keep_alive.keeping(writer):
                 await answer.run(deliver)
                 last = await events_of(deltas) if (deltas := response.take_deltas()) else b""
             num_choices = sum([len(each.choices) for each in response.generations])

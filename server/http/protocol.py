@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from server.errors import HeaderTooLargeError, HttpVersionError, InvalidRequestError
 from server.event_loop import ByteCollector
-from server.http.stream import CLIENT, ClientConnection
 from worker.common.connection_limit import ConnectionLimit
 from worker.common.http_protocol import StrictProtocol
 from worker.common.http_reader import RequestHead
@@ -47,7 +46,6 @@ class HttpLimits:
 class GatewayProtocol(StrictProtocol):
     """One connection."""
 
-    _connection: ClientConnection
     _timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
     _probe_timer: TimerHandle | None = None
@@ -66,14 +64,12 @@ class GatewayProtocol(StrictProtocol):
         self._limits = limits
 
     def connection_made(self, transport: Any) -> None:
-        self._connection = ClientConnection()
         super().connection_made(transport)
         # A proxy may connect before it has a request.
         self._timer = self.loop.call_later(self._limits.keep_alive_s, self._on_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._lose_client()
         for timer in (self._timer, self._write_timer, self._probe_timer):
             if timer is not None:
                 timer.cancel()
@@ -99,8 +95,8 @@ class GatewayProtocol(StrictProtocol):
         if cycle is None or cycle.response_complete or self.transport.get_write_buffer_size():
             return
         cycle.transport.probe(chunked=cycle.chunked_encoding is True)
-        if cycle.chunked_encoding is False:
-            self._connection.probe()
+        if cycle.chunked_encoding is False and cycle.on_probe is not None:
+            cycle.on_probe()
 
     def _read(self, data: bytes | bytearray) -> int:
         if self._is_new:
@@ -126,8 +122,6 @@ class GatewayProtocol(StrictProtocol):
         super().on_head(head)
         if not self._connections.keeps_alive:
             self.cycle.keep_alive = False
-        scope: Any = self.scope
-        scope[CLIENT] = self._connection  # the app starts in the next turn of the loop
 
     def on_body(self, body: bytes) -> None:
         self._new_body_bytes += len(body)
@@ -137,7 +131,6 @@ class GatewayProtocol(StrictProtocol):
     def on_message_complete(self) -> None:
         self._cancel_timer()
         super().on_message_complete()
-        self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -164,10 +157,6 @@ class GatewayProtocol(StrictProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
-
-    def _lose_client(self) -> None:
-        super()._lose_client()
-        self._connection.mark_disconnected()
 
     def _refusal(self, status: int) -> tuple[Iterable[tuple[bytes, bytes]], bytes]:
         request_id = (b"x-request-id", f"req_{os.urandom(16).hex()}".encode())

@@ -11,14 +11,16 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 from starlette.types import Scope, Send
 
+from worker.common.http_protocol import ANSWER, AnswerCycle
+
 PING: Final = b": ping\n"
 """Without an empty line: some readers give out an event without data at each empty line (openai-go up to 3.8)."""
 DONE: Final = b"data: [DONE]\n\n"
-CLIENT: Final = "headstart.client"
 HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -83,6 +85,11 @@ class SseWriter:
             self._ping_task = asyncio.create_task(self._put(self._ping_bytes, more=True))
             self._ping_task.add_done_callback(self._end_ping)
 
+    def probe(self) -> None:
+        """Send a ping if the answer has begun: only a write shows that a half-closed client has gone."""
+        if self.started:
+            self.ping()
+
     def cancel_ping(self) -> None:
         if self._ping_task is not None:
             self._ping_task.cancel()
@@ -132,41 +139,9 @@ class KeepAlive:
                 writer.ping()
 
 
-class ClientConnection:
-    """A client's connection. One answer at a time watches it."""
-
-    __slots__ = ("_writer", "disconnected", "watcher")
-
-    def __init__(self) -> None:
-        self.disconnected = False
-        self.watcher: CancelOnDisconnect | None = None
-        """Cancels the open answer, if any."""
-        self._writer: SseWriter | None = None
-
-    @contextmanager
-    def probed_by(self, writer: SseWriter) -> Iterator[None]:
-        """Allow `probe` to write pings to this stream: only a write shows that a half-closed client has gone."""
-        self._writer = writer
-        try:
-            yield
-        finally:
-            self._writer = None
-
-    def probe(self) -> None:
-        """Write a ping to a stream that has begun: that fails if the client has gone. The HTTP server calls it."""
-        if self._writer is not None and self._writer.started:
-            self._writer.ping()
-
-    def mark_disconnected(self) -> None:
-        """Mark the connection as closed, and cancel its answer. The HTTP server calls it."""
-        self.disconnected = True
-        if self.watcher is not None:
-            self.watcher.end(ClientGoneError)
-
-
-def client_of(scope: Scope) -> ClientConnection:
-    """Return the connection that the HTTP server has put in the scope. Cheaper than a task that awaits `receive`."""
-    client: ClientConnection = scope[CLIENT]
+def client_of(scope: Scope) -> AnswerCycle:
+    """Return the answer to the request, which has what is known of the client."""
+    client: AnswerCycle = scope[ANSWER]()
     return client
 
 
@@ -179,7 +154,7 @@ class CancelOnDisconnect:
 
     __slots__ = ("_client", "_num_cancels", "_reason", "_task", "_timeout_s", "_timer")
 
-    def __init__(self, client: ClientConnection, timeout_s: float | None = None) -> None:
+    def __init__(self, client: AnswerCycle, timeout_s: float | None = None) -> None:
         self._client = client
         self._timeout_s = timeout_s
         self._timer: asyncio.TimerHandle | None = None
@@ -193,11 +168,11 @@ class CancelOnDisconnect:
         self._task = asyncio.current_task()
         if self._timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end, TimeoutError)
-        self._client.watcher = self
+        self._client.on_lost = partial(self.end, ClientGoneError)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         task, self._task = self._task, None
-        self._client.watcher = None
+        self._client.on_lost = None
         if self._timer is not None:
             self._timer.cancel()
         if self._reason is not None and task is not None and task.uncancel() <= self._num_cancels:

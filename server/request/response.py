@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from server.errors import ShuttingDownError
-from server.http.stream import CancelOnDisconnect, ClientConnection
+from server.http.stream import CancelOnDisconnect
 from server.request.choice import ChoiceDelta
 from server.request.request import Deliver, Generation
 from server.schema.grammar_schema import relaxed_header
 from server.usage.account import Account
+from worker.common.http_protocol import AnswerCycle
 
 MAX_AT_ONCE: Final = 64
 """Prompts of one request that run at a time; the next starts when one has ended."""
@@ -32,7 +33,7 @@ class ResponseStream:
         self._deadline_s = deadline_s
         self._guard: CancelOnDisconnect | None = None
 
-    def guard(self, client: ClientConnection) -> CancelOnDisconnect:
+    def guard(self, client: AnswerCycle) -> CancelOnDisconnect:
         """Return a context that is cancelled at the deadline, at shutdown, and when the client disconnects."""
         self._guard = CancelOnDisconnect(client, max(0.0, self._deadline_s - time.monotonic()))
         return self._guard

@@ -19,7 +19,7 @@ import asyncio
 import socket
 import struct
 import weakref
-from collections.abc import Coroutine, Iterable, MutableMapping
+from collections.abc import Callable, Coroutine, Iterable, MutableMapping
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -48,7 +48,23 @@ _BODILESS: Final = (204, 304)
 
 
 class AnswerCycle(RequestResponseCycle):
-    """An answer, which ends the connection if the body of its request has not ended (RFC 9110, 10.1.1)."""
+    """An answer, which ends the connection if the body of its request has not ended (RFC 9110, 10.1.1).
+
+    `disconnected`: the client has left before the end.
+    """
+
+    on_lost: Callable[[], object] | None = None
+    """Called when the client leaves before the end. Less than a task that awaits `receive`."""
+    on_probe: Callable[[], object] | None = None
+    """Writes what a client ignores into a body without chunks."""
+
+    def lose(self) -> None:
+        """Note that the client has left."""
+        self.disconnected, self.waiting_for_100_continue = True, False
+        self.message_event.set()
+        on_lost, self.on_lost, self.on_probe = self.on_lost, None, None
+        if on_lost is not None:
+            on_lost()
 
     def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
         if self.more_body:
@@ -97,6 +113,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._lose_client()
         self._connections.close(self)
         self._drops_input = True
         self._ahead.clear()
@@ -182,6 +199,7 @@ class StrictProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self.cycle.more_body = self.cycle.waiting_for_100_continue = False
         self.cycle.message_event.set()
+        self.flow.resume_reading()  # only a read shows that the client has left
 
     def on_response_complete(self) -> None:
         """Continue the connection."""
@@ -193,7 +211,7 @@ class StrictProtocol(HttpToolsProtocol):
         if self._drops_input:  # `_linger` bounds it
             self._unset_keepalive_if_required()
         # The connection may stay: nothing of the request stays with it.
-        cycle.body = bytearray()
+        cycle.body, cycle.on_lost, cycle.on_probe = bytearray(), None, None
         cycle.scope = self.scope = {}  # type: ignore[typeddict-item]
         if (self._ahead or self._is_ahead_full) and not self.transport.is_closing():
             self.loop.call_soon(self._read_ahead)  # after the turns of other connections
@@ -210,9 +228,8 @@ class StrictProtocol(HttpToolsProtocol):
 
     def _lose_client(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.waiting_for_100_continue = False
-            self.cycle.message_event.set()
+            cycle: Any = self.cycle
+            cycle.lose()
 
     def _refuse(self, status: int) -> None:
         """Answer with an error, after which nothing is read. It ends a request with a broken body."""

@@ -8,7 +8,6 @@ POST /drain /purge          GET /health/live /health/ready /metrics /debug/state
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import socket
 from functools import partial
@@ -25,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cache.records import WorkerState
-from worker.common.http_protocol import ANSWER
+from worker.common.http_protocol import ANSWER, AnswerCycle
 from worker.common.proof import (
     CHALLENGE_BYTES,
     EPOCH_HEADER,
@@ -39,7 +38,7 @@ from worker.common.sockets import HostNames
 from worker.contracts.engine import EngineDeadError, RefusedError
 from worker.http.blocks import BlocksEndpoint, adopt_chains, offer_chains
 from worker.http.service import WorkerService
-from worker.http.streams import disconnected, read_body
+from worker.http.streams import read_body
 from worker.wire import CONTENT_TYPE, Failed, ProtocolError, WireError, pack, unpack_request
 
 STATUS_OF: Final = {
@@ -195,20 +194,19 @@ class GenerateRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(Request(scope, receive))
         stream = await self._service.submit(unpack_request(body))
-        watch = asyncio.create_task(disconnected(receive))
-        watch.add_done_callback(lambda _: stream.close())
+        answer: AnswerCycle = scope[ANSWER]()
+        answer.on_lost = stream.close
+        if answer.disconnected:
+            stream.close()
         try:
             data = await stream.take(HEAD_WAIT_S)  # the Started of an idle engine leaves with the head
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
             while not stream.is_taken:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-                data = await stream.take(write=scope[ANSWER]().write)
+                data = await stream.take(write=answer.write)
             await send({"type": "http.response.body", "body": data, "more_body": False})
         finally:
             self._service.release(stream)
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
 
 
 class _Endpoints:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cache.records import WorkerLoad
 from cache.types import ChainLink
+from worker.common.http_protocol import ANSWER, AnswerCycle
 from worker.contracts.engine import RefusedError
 from worker.contracts.exchange import (
     MAX_BLOCKS,
@@ -25,7 +26,7 @@ from worker.contracts.exchange import (
     frame_head,
 )
 from worker.http.service import WorkerService
-from worker.http.streams import disconnected, read_body
+from worker.http.streams import read_body
 from worker.wire import CONTENT_TYPE, Failed, pack, unpack
 
 MAX_FETCHES: Final = 8
@@ -77,15 +78,13 @@ class BlocksEndpoint:
         if self._num_open >= (MAX_BACKGROUND if wanted.background else MAX_FETCHES):
             raise RefusedError(Failed("queue_full", f"{self._num_open} peers fetch blocks already", retryable=True))
         self._num_open += 1
-        left = asyncio.create_task(disconnected(receive))
         try:
-            await self._send_records(wanted, exchange, send, left)
+            await self._send_records(wanted, exchange, send, scope[ANSWER]())
         finally:
             self._num_open -= 1
-            left.cancel()
 
     async def _send_records(
-        self, wanted: BlocksWanted, exchange: BlockExchange, send: Send, left: asyncio.Task[None]
+        self, wanted: BlocksWanted, exchange: BlockExchange, send: Send, answer: AnswerCycle
     ) -> None:
         loop = asyncio.get_running_loop()
         payload = exchange.new_payload()
@@ -99,7 +98,7 @@ class BlocksEndpoint:
         for link in wanted.links():
             begun_s = loop.time()
             record = await loop.run_in_executor(self._threads, read, link)
-            if record is None or left.done():
+            if record is None or answer.disconnected:
                 break
             self._service.metrics.served_bytes.inc(len(record))
             async with asyncio.timeout(STALL_S):

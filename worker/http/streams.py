@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from starlette.requests import Request
-from starlette.types import Receive
 
 from worker.contracts.engine import RefusedError, RequestKey
 from worker.contracts.rates import QueuePace
@@ -157,9 +156,3 @@ async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
         if len(body) > max_bytes:
             raise RefusedError(Failed("payload_too_large", f"the body exceeds {max_bytes} bytes", retryable=False))
     return bytes(body)
-
-
-async def disconnected(receive: Receive) -> None:
-    """Wait until the client has left. Call it after the whole body is read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

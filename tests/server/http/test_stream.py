@@ -18,7 +18,6 @@ from server.http.stream import (
     DONE,
     PING,
     CancelOnDisconnect,
-    ClientConnection,
     ClientGoneError,
     KeepAlive,
     SseWriter,
@@ -26,6 +25,7 @@ from server.http.stream import (
     sse,
 )
 from tests.waiting import until
+from worker.common.http_protocol import AnswerCycle
 
 
 class Client:
@@ -116,15 +116,13 @@ async def test_only_a_silent_stream_is_kept_alive() -> None:
 
 
 async def test_a_probe_never_begins_an_answer() -> None:
-    client, connection = Client(), ClientConnection()
+    client = Client()
     writer = writer_to(client)
-    with connection.probed_by(writer):
-        connection.probe()
-        await turns()
-        assert client.parts == []
-        await writer.write(b"event")
-        connection.probe()
-        await turns()
+    writer.probe()
+    await turns()
+    await writer.write(b"event")
+    writer.probe()
+    await turns()
     assert client.parts == [200, b"event", PING]
 
 
@@ -143,6 +141,12 @@ async def test_unread_keep_alive_blocks_nothing() -> None:
     await write
 
 
+def connection() -> AnswerCycle:
+    cycle = AnswerCycle.__new__(AnswerCycle)
+    cycle.disconnected, cycle.message_event = False, asyncio.Event()
+    return cycle
+
+
 async def answer(guard: CancelOnDisconnect, *events: Callable[[], None]) -> None:
     """One that never ends by itself, while these things happen."""
     with guard:
@@ -152,27 +156,27 @@ async def answer(guard: CancelOnDisconnect, *events: Callable[[], None]) -> None
 
 
 async def test_disconnect_ends_the_answer() -> None:
-    client = ClientConnection()
+    client = connection()
     with pytest.raises(ClientGoneError):
-        await answer(CancelOnDisconnect(client), client.mark_disconnected)
+        await answer(CancelOnDisconnect(client), client.lose)
     with pytest.raises(ClientGoneError):
         await answer(CancelOnDisconnect(client), lambda: pytest.fail("it has gone before"))
 
 
 async def test_an_answer_ends_at_its_deadline_or_with_the_process() -> None:
     with pytest.raises(TimeoutError):
-        await answer(CancelOnDisconnect(ClientConnection(), timeout_s=0.01))
-    guard = CancelOnDisconnect(ClientConnection())
+        await answer(CancelOnDisconnect(connection(), timeout_s=0.01))
+    guard = CancelOnDisconnect(connection())
     guard.end(ShuttingDownError)  # it has not begun
     with pytest.raises(ShuttingDownError):
         await answer(guard, lambda: guard.end(ShuttingDownError))
 
 
 async def test_the_first_reason_counts_and_the_task_goes_on() -> None:
-    client = ClientConnection()
+    client = connection()
     guard = CancelOnDisconnect(client, timeout_s=60.0)
     with pytest.raises(ClientGoneError):
-        await answer(guard, client.mark_disconnected, lambda: guard.end(ShuttingDownError))
+        await answer(guard, client.lose, lambda: guard.end(ShuttingDownError))
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
@@ -184,7 +188,7 @@ async def test_a_group_that_failed_hides_no_deadline() -> None:
         raise RuntimeError
 
     async def answer_again() -> None:
-        with CancelOnDisconnect(ClientConnection(), timeout_s=0.01):
+        with CancelOnDisconnect(connection(), timeout_s=0.01):
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(fail())
@@ -196,18 +200,18 @@ async def test_a_group_that_failed_hides_no_deadline() -> None:
 
 
 async def test_complete_answer_is_not_cancelled() -> None:
-    client = ClientConnection()
+    client = connection()
     guard = CancelOnDisconnect(client, timeout_s=0.02)
     with guard:
         pass
     assert guard._timer is None or guard._timer.cancelled(), "it would keep the request in memory"
-    client.mark_disconnected()
+    client.lose()
     guard.end(ShuttingDownError)
     await asyncio.sleep(0.05)
 
 
 async def test_foreign_cancellation_stays_a_cancellation() -> None:
-    task = asyncio.create_task(answer(CancelOnDisconnect(ClientConnection(), timeout_s=60.0)))
+    task = asyncio.create_task(answer(CancelOnDisconnect(connection(), timeout_s=60.0)))
     await turns()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

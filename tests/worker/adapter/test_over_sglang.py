@@ -137,11 +137,7 @@ async def test_chats_by_ready_ids(engine_folder: Path) -> None:
         unlimited = await api.render(EngineCall(CHAT, b'{"messages": [{"content": "Hi"}], "max_tokens": null}'))
         assert unlimited.max_tokens == (4096 - 3,)
         parts = list[EnginePart]()
-
-        def take(data: bytes, part: EnginePart) -> None:
-            parts.append(part)
-
-        await api.generate(request, "r1", take)
+        await api.generate(request, "r1", lambda data, part: parts.append(part))
         [whole] = parts
         [choice] = whole.choices
         assert (len(choice.token_ids or ()), choice.finish_reason, whole.num_cached_tokens) == (4, "length", 0)
@@ -149,7 +145,8 @@ async def test_chats_by_ready_ids(engine_folder: Path) -> None:
         assert body["input_ids"] == [5, 6, 7]
         assert (body["cache_salt"], body["lora_path"], body["rid"]) == (ROOT.hex(), "pirate", "r1")
         parts.clear()
-        await api.generate(chat(streams=True, stream=True, return_token_ids=True), "r2", take)
+        request = chat(streams=True, stream=True, return_token_ids=True)
+        await api.generate(request, "r2", lambda data, part: parts.append(part))
         assert not any(choice.token_ids for part in parts for choice in part.choices), "SGLang gives none in streams"
         assert parts[-1].num_cached_tokens == 0
         await api.close()

@@ -117,7 +117,8 @@ async def test_a_full_queue_is_429(runner: SlowRunner) -> None:
 @pytest.mark.parametrize("tokens_before", [0, 3])
 async def test_a_client_that_leaves_aborts(worker: LiveWorker, runner: SlowRunner, tokens_before: int) -> None:
     runner.free_running.clear()
-    async with worker.http.post(worker.url + "/generate", data=pack_request(generate(range(10), 400))) as response:
+    body = pack_request(replace(generate(range(10), 400), tracestate="x" * 200_000))  # its rest waits for the app
+    async with worker.http.post(worker.url + "/generate", data=body) as response:
         reader, num_tokens = FrameReader(), 0
         for _ in range(tokens_before):
             runner.steps_allowed.release()
