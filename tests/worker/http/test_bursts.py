@@ -1,30 +1,35 @@
 """Bursts at a queue with limits of time: a refusal is right only if those in front would have waited past the limit.
 
-The scheduler, its reports and the limits are the product's. The clock is simulated: a step takes a fixed time, and a
-time for each of its tokens.
+Engine and service are the product's. The clock is simulated: a step takes a fixed time, and a time for each token.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
 
-from tests.worker.scheduler.engine import HandEngine, generate
+from cache.allocators import make_allocator
+from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
+from tests.worker.scheduler.engine import BUNDLE, MEMBER, generate
+from worker.contracts.engine import EngineOutput, EngineSinks, RefusedError, RequestKey
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
-from worker.contracts.step import SampledToken, SequenceResult
-from worker.engine import reporter
-from worker.engine.reporter import Reporter
-from worker.http.streams import QueueAccounting, QueueLimits
-from worker.scheduler.request import Request
-from worker.wire import GenerateRequest
+from worker.contracts.step import SampledToken, SequenceResult, Step
+from worker.engine.engine import EngineCore
+from worker.http.service import WorkerService
+from worker.http.streams import QueueLimits
+from worker.scheduler.budget import BatchLimits
+from worker.scheduler.scheduler import Scheduler
+from worker.wire import Failed, GenerateRequest
 
+NUM_BLOCKS, BLOCK_SIZE = 20_000, 16
 TOKENS_PER_S = 500.0
 STEP_S = 0.04
 LIMIT_S = 120.0
@@ -34,87 +39,86 @@ LIMIT_S = 120.0
 class Refusal:
     at_s: float
     limit_s: float
-    ahead: list[Request]
+    ahead: list[RequestKey]
     """All that waited."""
 
 
-@dataclass
-class Server:
-    """An engine and the limits of its queue, over simulated time."""
+class SteppedEngine(EngineCore):
+    """Its thread never starts."""
 
-    measured_tokens_per_s: float = TOKENS_PER_S
-    limits: QueueLimits = field(default_factory=lambda: QueueLimits(max_queue_s=LIMIT_S))
-    max_num_seqs: int = 64
-    now_s: float = 0.0
-    refusals: list[Refusal] = field(default_factory=list)
-    num_taken: int = 0
-    started_s: dict[Request, float] = field(default_factory=dict)
-    """Infinite for those that waited past their deadline."""
+    def start(self) -> None:
+        pass
 
-    def __post_init__(self) -> None:
-        self.engine = HandEngine(20_000, 16, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=512)
-        self.queue = QueueAccounting(self.limits)
-        rate = PrefillRate(1000, 1000 / self.measured_tokens_per_s, self.measured_tokens_per_s * STEP_S)
-        self.reporter = Reporter(self.engine.scheduler, rate, WorkerMetrics())
-        self.waiting: dict[int, Request] = {}
 
-    def arrive(self, wire: GenerateRequest) -> None:
-        if self.queue.refusal(wire, self.reporter.pace) is not None:
-            limit_s = self.limits.max_queue_s if wire.deadline_s is None else min(wire.deadline_s, LIMIT_S)
-            self.refusals.append(Refusal(self.now_s, limit_s, list(self.waiting.values())))
-            return
-        self.num_taken += 1
-        self.queue.add(wire)
-        self.engine.now_s = self.now_s
-        request = self.engine.submit(wire)
-        self.waiting[request.key] = request
+class Server(ArithmeticRunner):
+    """A worker over simulated time, which passes in the steps of its runner. Make it in an event loop."""
 
-    def start(self, request: Request) -> None:
-        if self.waiting.pop(request.key, None) is not None:
-            self.queue.remove(request.wire)
-            self.started_s[request] = self.now_s
+    def __init__(self, measured_tokens_per_s: float, max_num_seqs: int) -> None:
+        super().__init__(1, BLOCK_SIZE)
+        self.now_s = 0.0
+        self.refusals: list[Refusal] = []
+        self.started_s: dict[RequestKey, float] = {}
+        """Infinite for those that waited past their deadline."""
+        self._left: deque[tuple[float, GenerateRequest]] = deque()
+        metrics = WorkerMetrics()
+        self._service = WorkerService(metrics, queue_limits=QueueLimits(max_queue_s=LIMIT_S))
+        self._sinks = self._service.sinks()
+        limits = BatchLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=512)
+        self._engine = SteppedEngine(
+            Scheduler(make_allocator("hash", NUM_BLOCKS, BLOCK_SIZE), limits, ()),
+            self,
+            PrefillRate(1000, 1000 / measured_tokens_per_s, measured_tokens_per_s * STEP_S),
+            replace(BUNDLE, vocab_size=1000),
+            replace(MEMBER, max_model_len=10_000),
+            metrics,
+            sinks=EngineSinks(self._deliver),
+        )
+        self._service.start(self._engine)
 
-    def step(self, arrivals: deque[tuple[float, GenerateRequest]]) -> None:
-        """Run a step, during which requests arrive."""
-        engine, scheduler = self.engine, self.engine.scheduler
-        for request in list(self.waiting.values()):
-            if self.now_s >= request.deadline_s:
-                self.start(request)
-                self.started_s[request] = math.inf
-        for output in scheduler.expire(self.now_s):
-            engine.answers[output.key].add(output.frame)
-        plan = scheduler.schedule(self.now_s)
-        if plan is None:
-            self.now_s = max([self.now_s, *(at_s for at_s, _ in list(arrivals)[:1])])
-        else:
-            for request in plan.started:
-                self.start(request)
-            self.reporter.starts.record(len(plan.started), len(scheduler.waiting), self.now_s)
-        with patch.object(reporter.time, "monotonic", lambda: self.now_s):
-            self.reporter.report()
-        duration_s = STEP_S + plan.num_tokens / TOKENS_PER_S if plan else 0.0
-        end_s = self.now_s + duration_s
-        while arrivals and arrivals[0][0] <= end_s:
-            at_s, wire = arrivals.popleft()
-            self.now_s = max(self.now_s, at_s)
-            self.arrive(wire)
-        self.now_s = end_s
-        if plan is not None:
-            token = SampledToken(7)
-            results = [SequenceResult((token,) * len(chunk.sampled_choices)) for chunk in plan.chunks.values()]
-            scheduler.update(plan, results, self.now_s)
-            self.reporter.measure(plan, duration_s, self.now_s)
+    def compute(self, step: Step) -> list[SequenceResult]:
+        self._pass(STEP_S + step.num_tokens / TOKENS_PER_S)
+        return [SequenceResult((SampledToken(7),) * len(each.sampling_rows)) for each in step.sequences]
 
     def run(self, arrivals: Iterable[tuple[float, GenerateRequest]]) -> None:
         """Serve requests that arrive at these times, to the end."""
-        left = deque(sorted(arrivals, key=lambda arrival: arrival[0]))
-        while left or self.engine.scheduler.has_work:
-            self.step(left)
+        self._left.extend(sorted(arrivals, key=lambda arrival: arrival[0]))
+        with patch.object(time, "monotonic", lambda: self.now_s):
+            while self._left or self._service.num_open:
+                if not self._service.num_open:
+                    self._pass(self._left[0][0] - self.now_s)
+                self._engine._step()
+
+    def _pass(self, seconds: float) -> None:
+        """Let time pass, in which requests arrive."""
+        end_s = self.now_s + seconds
+        while self._left and self._left[0][0] <= end_s:
+            at_s, wire = self._left.popleft()
+            self.now_s = max(self.now_s, at_s)
+            self._arrive(wire)
+        self.now_s = max(self.now_s, end_s)
+
+    def _arrive(self, wire: GenerateRequest) -> None:
+        code = "the service waits"
+        try:
+            self._service.submit(wire).send(None)
+        except StopIteration:
+            return
+        except RefusedError as error:
+            code = error.failed.code
+        assert code == "queue_full"
+        limit_s = LIMIT_S if wire.deadline_s is None else min(wire.deadline_s, LIMIT_S)
+        ahead = [key for key, stream in self._service._streams.items() if not stream.started]
+        self.refusals.append(Refusal(self.now_s, limit_s, ahead))
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for key, frame in outputs:
+            self.started_s.setdefault(key, math.inf if isinstance(frame, Failed) else self.now_s)
+        self._sinks.deliver(outputs)
 
     def check(self) -> None:
         """Assert that each refusal was right."""
         for refusal in self.refusals:
-            last_s = max((self.started_s[request] for request in refusal.ahead), default=0.0)
+            last_s = max((self.started_s[key] for key in refusal.ahead), default=0.0)
             assert last_s - refusal.at_s > refusal.limit_s, (
                 f"refused at {refusal.at_s:.1f} s for {refusal.limit_s} s,"
                 f" but {len(refusal.ahead)} in front had started after {last_s - refusal.at_s:.1f} s"
@@ -155,7 +159,7 @@ BEFORE = {
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 8, 9, 15, 18, 21, 34, 38, 39, 45])
-def test_a_burst_is_refused_only_where_it_had_waited(seed: int) -> None:
+async def test_a_burst_is_refused_only_where_it_had_waited(seed: int) -> None:
     """Whatever came before it, with a deadline or without, of long and short prompts, at a server measured too slow."""
     rng = random.Random(seed)
     before, number, deadline_s = rng.choice(list(BEFORE)), rng.choice([300, 1000]), rng.choice([None, 10.0, 40.0])
