@@ -26,7 +26,8 @@ from tests.members import make_member
 from tests.redis_server import RedisServer
 from tests.running import running
 from tests.waiting import HANG_S, until
-from worker.publishing.publisher import Changes
+from worker.publishing.inbox import PublisherInbox
+from worker.publishing.publisher import Publisher, PublisherSettings
 
 T = TypeVar("T")
 Seen = tuple[str, str, int, tuple[int, ...], int]
@@ -38,6 +39,7 @@ WORKERS = [WorkerId(f"w{n}") for n in range(3)]
 TIERS: dict[WorkerId, tuple[Tier, ...]] = {WORKERS[0]: (), WORKERS[1]: ("disk",), WORKERS[2]: ("host", "disk")}
 FIRST = {None: 0, "host": 2, "disk": 0}
 EPOCHS = count()
+LOAD = WorkerLoad(num_running=1)
 
 
 def new_member(worker_id: WorkerId) -> WorkerMember:
@@ -45,20 +47,27 @@ def new_member(worker_id: WorkerId) -> WorkerMember:
 
 
 class SimulatedWorker:
-    """Its pool and tiers hold a prefix of each chain, from `FIRST` on; `publish` acts like the publisher."""
+    """Its pool and tiers hold a prefix of each chain, from `FIRST` on. The rounds of its publisher come when asked."""
 
     def __init__(self, url: str, worker_id: WorkerId) -> None:
         self.member = new_member(worker_id)
-        self.writer = IndexWriter(
-            url, self.member, WriterSettings(timeout_s=HANG_S, lease_s=600.0, chunk=5, chunks_in_flight=2)
+        writing = WriterSettings(timeout_s=HANG_S, lease_s=600.0, chunk=5, chunks_in_flight=2)
+        settings, self.counted = PublisherSettings(rewrite_s=0.0), list[str]()
+        self.publisher = Publisher(
+            url, self.member, PublisherInbox(), settings=settings, writer_settings=writing, count=self.counted.append
         )
+        self.publisher.inbox.offer([], LOAD)
+        self.writer = self.publisher._writer
         self.task = asyncio.get_running_loop().create_task(self.writer.run())
-        self.empty()
+        self.depths = self._nothing()
 
-    def empty(self) -> None:
-        places = (None, *self.member.tiers)
-        self.depths = {place: [0] * len(CHAINS) for place in places}
-        self.changes = {place: Changes() for place in places}
+    def _nothing(self) -> dict[Tier | None, list[int]]:
+        return {place: [0] * len(CHAINS) for place in (None, *self.member.tiers)}
+
+    def purge(self) -> None:
+        self.member = new_member(self.member.worker_id)
+        self.depths = self._nothing()
+        self.publisher.inbox.begin_epoch(self.member)
 
     def held(self, place: Tier | None) -> set[BlockHash]:
         depths = zip(CHAINS, self.depths[place], strict=True)
@@ -70,20 +79,15 @@ class SimulatedWorker:
         after = self.held(place)
         events: list[BlockEvent] = [Removed(block) for block in reversed(CHAINS[chain]) if block in before - after]
         events += [Stored(block) for block in CHAINS[chain] if block in after - before]
-        self.changes[place].apply(events)
+        if place is None:
+            self.publisher.inbox.offer(events, LOAD)
+        else:
+            self.publisher.inbox.offer_tier(place, events)
 
     async def publish(self) -> bool:
-        if not self.writer.client.up:
-            return False
-        load = WorkerLoad(num_running=1)
-        if self.writer.in_doubt:
-            pool, *tiers = [list(changes.held) for changes in self.changes.values()]
-            if not await self.writer.rewrite(pool, load, tiers):
-                return False
-            for changes in self.changes.values():
-                changes.mark_published()
-            return True
-        return await self.writer.publish([changes.take(1000) for changes in self.changes.values()], load)
+        has_published = await self.publisher._round()
+        assert "failed" not in self.counted
+        return has_published
 
     async def settle(self) -> None:
         """Publish heartbeats, as a publisher does at intervals, until one stands."""
@@ -137,7 +141,7 @@ class IndexMachine(RuleBasedStateMachine):
     def _remember(self, worker_id: WorkerId) -> None:
         worker = self.workers[worker_id]
         below = {tier: worker.held(tier) for tier in worker.member.tiers}
-        self.model.register(worker.member, worker.held(None), WorkerLoad(num_running=1), below)
+        self.model.register(worker.member, worker.held(None), LOAD, below)
 
     @rule(worker_id=st.sampled_from(WORKERS), chain=st.integers(0, len(CHAINS) - 1), depth=st.integers(0, LENGTH))
     def hold(self, worker_id: WorkerId, chain: int, depth: int) -> None:
@@ -168,10 +172,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(worker_id=st.sampled_from(WORKERS))
     def purge(self, worker_id: WorkerId) -> None:
-        worker = self.workers[worker_id]
-        worker.member = new_member(worker_id)
-        worker.empty()
-        worker.writer.begin_epoch(worker.member)
+        self.workers[worker_id].purge()
         self._remember(worker_id)
 
     @rule()

@@ -29,6 +29,7 @@ from server.workers.connection import WorkerAbsent, WorkerLost
 from tests.members import make_member
 from tests.server.conftest import bundle_of, trained_tokenizer
 from tests.server.router.fleets import Fleets
+from tests.waiting import until
 from worker.wire import TokenizerBundle
 
 LEASE_S = 5.0
@@ -116,6 +117,7 @@ class Revisions(RuleBasedStateMachine):
         self.fleet, self.index = self.world.fleet, self.world.index
         config = GatewayConfig(workers=URLS)
         self.models = Models(Bundles(self.world.workers), self.executor, config, self.fleet.may_have)
+        self.following = self.runner.get_loop().create_task(self.models.follow(self.fleet.known, 0.0))
 
     def teardown(self) -> None:
         try:
@@ -208,10 +210,10 @@ class Revisions(RuleBasedStateMachine):
 
     async def _follow(self) -> None:
         await self.fleet.poll()
-        for member, is_ready in self.fleet.known():
-            if is_ready:
-                await self.models.admit(member)
-        self.models.choose(self.fleet.known())
+        await until(lambda: not any(ready and self.models._is_new(each) for each, ready in self.fleet.known()))
+        for _ in range(3):  # turns of the task that follows
+            await asyncio.sleep(0)
+        assert not self.following.done()
 
     # --- what holds --------------------------------------------------------------------------------------------------
 
