@@ -169,7 +169,9 @@ class HandEngine:
         return request
 
     def abort(self, request: Request, choice: int | None = None) -> None:
-        self._deliver(self.scheduler.abort(request, choice, now_s=self.now_s))
+        self.core.abort(request.key, choice)
+        self.core.mailbox.run()
+        self.core._outputs.flush()
 
     def step(self, while_running: Callable[[], None] = lambda: None) -> StepPlan | None:
         """Run one step, and retry it request by request when it raises. Call `while_running` while it runs."""
