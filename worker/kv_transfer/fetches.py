@@ -70,11 +70,11 @@ class PrefixFetch:
     allocation: HashAllocation
     started_s: float
     deadline_s: float
+    num_arrived: int
+    """Blocks of the chain that are in the pool. Under `lock`, like `ended`."""
     in_background: bool = False
     """No sequence waited for it when it began."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    num_arrived: int = 0
-    """Blocks of the chain that are in the pool. Under `lock`, like `ended`."""
     ended: bool = False
     """Nothing may be written after this. Set by the engine thread."""
     finished: bool = False
@@ -238,7 +238,7 @@ class FetchQueue:
             return None
         links = [ChainLink(each, hashes[n - 1] if n else root, n) for n, each in enumerate(hashes)]
         begun_s, num_filled = time.monotonic(), allocation.num_filled
-        fetch = PrefixFetch(links, sources, allocation, begun_s, deadline_s, in_background, num_arrived=num_filled)
+        fetch = PrefixFetch(links, sources, allocation, begun_s, deadline_s, num_filled, in_background)
         self.active.append(fetch)
         self._fetches.update(dict.fromkeys(hashes[sources[0].start :], fetch))
         self._jobs.put(fetch)

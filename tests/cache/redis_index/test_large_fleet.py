@@ -59,7 +59,7 @@ async def test_changes_of_states_are_seen(redis_server: RedisServer, secret: byt
 
 
 async def test_lookups_in_a_row_leave_the_states_out(redis_server: RedisServer) -> None:
-    """In a small fleet every lookup reads them."""
+    """In a small fleet every lookup reads them. In a large one, those that grow old are read in time."""
     hashes, client = chain(8), RedisClient(redis_server.url, ClientSettings())
     settings = replace(READER, deadline_s=HANG_S, states_age_s=HANG_S)
     for num_workers in (MAX_ALL_STATES, NUM_WORKERS):
@@ -75,6 +75,9 @@ async def test_lookups_in_a_row_leave_the_states_out(redis_server: RedisServer) 
             assert (shard._states_at > read_at) == (num_workers <= MAX_ALL_STATES)
             assert [item.matched_blocks for item in found] == [1] * num_workers
             assert {item.load.num_running for item in found} == {LOAD.num_running}
+            shard._states_at = read_at = time.monotonic() - 1.5 * HANG_S
+            assert await index.lookup(hashes, "model")
+            await until(lambda shard=shard, read_at=read_at: shard._states_at > read_at)  # next to the lookup
 
 
 async def test_a_late_loop_reads_what_came_in_time() -> None:

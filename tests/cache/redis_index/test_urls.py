@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from cache.redis_index import ReaderSettings, RedisIndex
+from cache.redis_index import ReaderSettings, RedisIndex, check_url
 
 
 @pytest.mark.parametrize("url", ["http://x", "redis+sentinel://h:1", "redis+cluster://", "foo"])
 def test_an_unusable_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="Redis URL"):
         RedisIndex(url)
+    with pytest.raises(ValueError, match="^--redis: .*Redis URL"):
+        check_url("--redis", url)
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://[::1]:1/name", "redis+cluster://[fd00::1]:1,[fd00::2]"])

@@ -169,8 +169,9 @@ async def test_reasoning_is_split_from_the_answer(says: Says) -> None:
 
 
 async def test_reasoning_that_several_tokens_end_is_counted(says: Says) -> None:
-    """The last of them may hold the beginning of the answer."""
-    whole, thoughts = ("Here is my thought process: Well, 4. Here is my response:" + end for end in (" 4.", ""))
+    """The last of them may hold the beginning of the answer, which may have them again."""
+    thoughts = "Here is my thought process: Well, 4. Here is my response:"
+    whole = thoughts + " 4. Here is my response: 5."
     worker = says(whole, chat_template="{{ messages[0].content }}{# Here is my thought process: #}")
     _, _, raw = await post_once(gateway(worker), chat())
     num_tokens = json.loads(raw)["usage"]["completion_tokens_details"]["reasoning_tokens"]

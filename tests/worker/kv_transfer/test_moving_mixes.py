@@ -112,7 +112,11 @@ def run_mix(mix) -> int:
             engine.transfers.fetches.give_up_all()
             assert engine.allocator.num_free_blocks == engine.allocator.num_blocks - 1
             engine.allocator.check_integrity()
-        return sum(sum((request.fetched_tokens or {}).values()) for _, _, request, _ in live)
+        num_fetched = sum(sum((request.fetched_tokens or {}).values()) for _, _, request, _ in live)
+        families = [family for engine in engines for family in engine.transfers._metrics.fetched_tokens.collect()]
+        num_counted = sum(each.value for family in families for each in family.samples if each.name.endswith("_total"))
+        assert num_fetched <= num_counted
+        return num_fetched
 
 
 @pytest.mark.parametrize("num_mixes", [80, pytest.param(3_000, marks=pytest.mark.deep)])

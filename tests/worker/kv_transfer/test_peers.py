@@ -41,9 +41,10 @@ def fetch(client: PeerClient, url: str, epoch: str = "e1", links: Sequence[Chain
     payload = memoryview(bytearray(PAYLOAD_BYTES))
     try:
         with client.fetching(url, epoch, links) as reader:
-            for link in links:
+            for number, link in enumerate(links, 1):
                 if not reader.read(link, payload, lambda room: got.payloads.append(bytes(room))):
                     break
+                assert len(got.payloads) == number, "a block that did not come"
     except (FetchError, OSError, HTTPException, ValueError) as error:
         got.error = error
     return got

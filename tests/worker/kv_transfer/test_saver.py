@@ -293,7 +293,7 @@ def test_a_store_of_a_new_tier_states_what_it_takes() -> None:
     hashes, _ = pool.compute(range(2 * BLOCK_SIZE))
     transfers.take(pool.allocator.take_events())
     assert list(transfers.savers["remote"].queue) == hashes
-    assert transfers.described(make_member()).tiers == ("remote",)
+    assert transfers.described(make_member()) == make_member(tiers=("remote",), layout="")
     assert transfers.with_rates(WorkerLoad()).tier_tokens_per_s == (8.0 * BLOCK_SIZE,)
     transfers.purge()
     assert not transfers.savers["remote"].queue

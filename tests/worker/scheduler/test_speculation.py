@@ -51,6 +51,19 @@ def test_tokens_come_several_at_a_time() -> None:
     assert max(map(sum, steps)) == 6
 
 
+def test_a_tenant_is_charged_for_drafts_that_were_right() -> None:
+    """As much as for single tokens."""
+    served = []
+    for speculation in (None, Speculation(6)):
+        made = engine(speculation)
+        request, _ = (made.submit(generate(PERIOD * 2, max_tokens, tenant=f"t{max_tokens}")) for max_tokens in (40, 150))
+        while made.answer(request).last is None:
+            made.step()
+        served.append(made.scheduler._fair_share._served["t40"])
+    assert made.num_accepted
+    assert served[0] == served[1]
+
+
 def test_the_last_token_is_not_exceeded_and_needs_no_draft() -> None:
     made = engine(Speculation(100))
     request = made.submit(generate(PERIOD * 2, 5))
