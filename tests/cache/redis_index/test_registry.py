@@ -61,6 +61,7 @@ def test_match_in_an_old_version_is_not_credited() -> None:
     assert seen(2) == (0, 2)
     assert read.has_changed, "the next lookup asks for the new set"
     assert seen(2) == (5, 2)
+    assert seen(1) == (0, 1), "an older one stands there again, after a failover"
 
 
 def test_worker_without_state_or_lease_is_no_candidate() -> None:
