@@ -11,7 +11,7 @@ from cache.redis_index import ReaderSettings, RedisIndex, check_url
 def test_an_unusable_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="Redis URL"):
         RedisIndex(url)
-    with pytest.raises(ValueError, match="^--redis: .*Redis URL"):
+    with pytest.raises(ValueError, match=r"^--redis: .*Redis URL"):
         check_url("--redis", url)
 
 

@@ -212,7 +212,8 @@ class HandEngine:
             assert self.step() is not None, "work is left but nothing was scheduled"
             max_steps -= 1
             assert max_steps > 0, "no end in sight"
-        assert not (self.scheduler.requests or self.scheduler._finished_in_flight)
+        assert not self.scheduler.requests
+        assert not self.scheduler._finished_in_flight
         assert self.allocator.num_free_blocks == self.allocator.num_blocks - 1
 
     def answer(self, request: Request) -> Answer:

@@ -56,7 +56,7 @@ def test_a_tenant_is_charged_for_drafts_that_were_right() -> None:
     served = []
     for speculation in (None, Speculation(6)):
         made = engine(speculation)
-        request, _ = (made.submit(generate(PERIOD * 2, max_tokens, tenant=f"t{max_tokens}")) for max_tokens in (40, 150))
+        request, _ = (made.submit(generate(PERIOD * 2, length, tenant=f"t{length}")) for length in (40, 150))
         while made.answer(request).last is None:
             made.step()
         served.append(made.scheduler._fair_share._served["t40"])
