@@ -31,7 +31,7 @@ OWNERS: Final = {
     ),
     _OTHERS: (
         *("server/api/engine", "server/api/pooling.py", "server/request/engine_answer.py"),
-        *("server/request/engine_text_request.py", "worker/adapter", "worker/common/chat_probes.py"),
+        *("worker/adapter", "worker/common/chat_probes.py"),
     ),
 }
 """The folders and modules of each row. All others are of the last one."""

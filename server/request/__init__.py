@@ -3,5 +3,5 @@
 request    a prompt's attempts: place, send, resume      retry        which failures are tried again, and the last error
 choice     one of n answers: tokens in, text out         retry_state  retry budget and poison requests of the process
 response   the answers to all prompts of a request       hints        a request's headers for the router
-engine_answer, engine_text_request                       where an engine writes the text
+engine_answer                                            where an engine writes the text
 """

@@ -5,25 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from cache.hashing import MediaStart, hash_chain
 from cache.types import BlockHash
 from server.models.served_model import ServedModel
-from server.request.engine_text_request import EngineTextRequest
 from server.request.hints import NO_HINTS, RoutingHints
 from server.request_context import CURRENT
 from server.router.types import RouteRequest, short_key
 from server.text.detokenizer import Detokenizer, TextRules
 from server.text.output_parser import OutputDelta
 from worker.common.capabilities import needs_of
-from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
+from worker.wire import ChoiceState, Embed, EngineCall, SamplingParams, TokenLogprobs, Tokens
 
 MAX_PENDING_IDS: Final = 1024
 """Tokens of an unstreamed answer that wait to be decoded, so that no call decodes many."""
 
 StopReason = Literal["stop", "length"]
+
+
+class EngineTextRequest(Struct, frozen=True, eq=False, kw_only=True):
+    """A client's request for the text of an engine's own API, and what it asked for of the answer."""
+
+    call: EngineCall
+    is_read: bool = False
+    """The gateway reads the chat's events, and writes those of another API."""
+    head: dict[str, Raw]
+    """Fields of each event that have the gateway's values: id, created, model."""
+    shows_usage: bool
+    """The client has asked for the usage at a stream's end."""
+    has_usage: bool
+    """The engine is asked for it."""
+    shows_ids: bool
+    num_tokens: int = 0
+    """The estimated length of a prompt that the gateway has no ids of."""
+    is_resumable: bool
+    """The answer has one choice, and its sampling does not depend on the output so far."""
 
 
 class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
@@ -127,12 +145,16 @@ class ChoiceDelta(Struct, eq=False):
 
 
 class Choice:
-    """One choice: takes frames, returns deltas. `reset` it for a restart on another worker."""
+    """One choice: takes frames, returns deltas. `reset` it for a restart on another worker.
+
+    Where an engine writes the text, it only counts tokens: see `EngineAnswer`.
+    """
 
     def __init__(self, spec: GenerationSpec, index: int) -> None:
         self.index = index
         self.seed = spec.seeds[index]
         self._spec = spec
+        self._has_text = spec.text_request is None
         self._token_by_token = bool(spec.rules.stops) or spec.sampling.logprobs is not None
         self.reset()
 
@@ -162,7 +184,7 @@ class Choice:
         """Add tokens to an unfinished choice. Return True if a stop string among them has finished it."""
         if not self._token_by_token:
             self.output_ids += frame.token_ids
-            if len(self.output_ids) - self._num_decoded >= MAX_PENDING_IDS:
+            if self._has_text and len(self.output_ids) - self._num_decoded >= MAX_PENDING_IDS:
                 self._decode_pending()
             return False
         logprobs: Sequence[TokenLogprobs | None] = frame.logprobs or (None,) * len(frame.token_ids)
@@ -178,7 +200,8 @@ class Choice:
 
     def finish(self, reason: StopReason, stop_token_id: int | None = None) -> None:
         """End the choice. `stop_token_id`: its last token, if that token ended it."""
-        self._decode_pending()
+        if self._has_text:
+            self._decode_pending()
         self._text += self._detokenizer.finish()
         if self._detokenizer.stopped:
             self._finish_at_stop_string()

@@ -23,12 +23,10 @@ import msgspec
 from msgspec import Raw
 
 from server.errors import WorkerLostError
-from server.request.choice import Choice, ChoiceDelta, StopReason
-from server.request.engine_text_request import EngineTextRequest
+from server.request.choice import Choice, ChoiceDelta, EngineTextRequest, StopReason
 from server.text.output_parser import OutputDelta, call_id
 from server.text.tokenizer import Tokenizer
 from server.workers.connection import WorkerLost
-from worker.wire import Tokens
 
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _choices_of: Final = msgspec.json.Decoder(list[dict[str, Raw]]).decode
@@ -55,28 +53,6 @@ class _Shape(NamedTuple):
     after: bytes
     passed_before: bytes
     passed_after: bytes
-
-
-class EngineChoice(Choice):
-    """The tokens of one choice whose text the engine writes."""
-
-    def reset(self) -> None:
-        self.output_ids: list[int] = []
-        self.finish_reason: StopReason | None = None
-        self.stop_reason: str | int | None = None
-
-    def take(self, frame: Tokens) -> bool:
-        self.output_ids += frame.token_ids
-        return False
-
-    def finish(self, reason: StopReason, stop_token_id: int | None = None) -> None:
-        self.finish_reason = reason
-
-    def finish_if_complete(self, max_tokens: int) -> None:
-        """Wait for the engine's last events, whatever the tokens."""
-
-    def take_delta(self) -> ChoiceDelta | None:
-        return None
 
 
 class EngineAnswer:

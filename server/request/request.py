@@ -25,7 +25,7 @@ from cache.records import WorkerMember
 from server.errors import InternalError, RevisionGoneError, WorkerLostError
 from server.metrics import known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
-from server.request.engine_answer import EngineAnswer, EngineChoice
+from server.request.engine_answer import EngineAnswer
 from server.request.hints import NO_HINTS, RoutingHints
 from server.request.retry import AttemptHistory, Stage, WorkerFailed, soonest_error
 from server.request.retry_state import RETRIES_PER_REQUEST
@@ -87,8 +87,7 @@ class Generation:
         """float32, little-endian, where the spec asks for one."""
         self.client_has_output = False
         """Set once output has been sent to the client and cannot be retracted."""
-        kind = Choice if spec.text_request is None else EngineChoice
-        self.choices = [kind(spec, index) for index in range(len(spec.seeds))]
+        self.choices = [Choice(spec, index) for index in range(len(spec.seeds))]
         self.answer = None if spec.text_request is None else EngineAnswer(spec.text_request, spec.model.tokenizer)
         self.route = spec.route_request(hints)
         self._history = AttemptHistory(spec, services)
@@ -240,7 +239,7 @@ class Generation:
     def _record_failure(self, worker: WorkerMember, error: WorkerRefused | WorkerLost | WorkerFailed) -> None:
         """Finish the choices that have all their tokens, then record the failure. Raises ApiError."""
         for choice in self.choices:
-            if not choice.done and self.spec.embed is None:
+            if not choice.done and self.spec.embed is None and self.answer is None:  # an engine has last events
                 choice.finish_if_complete(self.spec.sampling.max_tokens)
         try:
             self._history.failed(worker, error)

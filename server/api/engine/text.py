@@ -42,8 +42,7 @@ from server.event_loop import StreamInterval, run_sliced
 from server.http.stream import DONE, sse
 from server.models.registry import Models
 from server.models.served_model import ServedModel
-from server.request.choice import ChoiceDelta, GenerationSpec
-from server.request.engine_text_request import EngineTextRequest
+from server.request.choice import ChoiceDelta, EngineTextRequest, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import TextLimit, located, read_json, unsupported

@@ -29,6 +29,7 @@ def choice_of(token_bytes: TokenBytes, *, with_logprobs: bool = False, min_token
         sampling=SamplingParams(max_tokens=9, min_tokens=min_tokens, logprobs=0 if with_logprobs else None),
         rules=TextRules(**rules),
         first_index=0,
+        text_request=None,
     )
     return Choice(spec, 0)
 

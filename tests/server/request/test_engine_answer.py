@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from server.request.choice import ChoiceDelta
+from server.request.choice import ChoiceDelta, EngineTextRequest
 from server.request.engine_answer import EngineAnswer
-from server.request.engine_text_request import EngineTextRequest
 from server.workers.connection import WorkerLost
 from worker.common.capabilities import CHAT
 from worker.wire import EngineCall

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from server.errors import WorkerLostError
-from server.request.choice import Choice
+from server.request.choice import Choice, EngineTextRequest
 from server.request.engine_answer import EngineAnswer
-from server.request.engine_text_request import EngineTextRequest
 from server.text.tokenizer import Tokenizer
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
