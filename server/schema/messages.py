@@ -17,7 +17,7 @@ from server.schema.blocks import NOT_TEXT, NULL
 from server.schema.decoding import invalid, unsupported
 from server.schema.fields import MAX_TOOLS, Count, ModelFields, PositiveCount, Probability, check_stops
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
-from server.schema.tools import Ignored, ToolDefinition, ToolName, ToolSet, ToolSpec, converted, make_tool_set
+from server.schema.tools import Ignored, ToolSet, ToolSpec, make_tool_set, read_tool
 
 MessageRole = Literal["user", "assistant", "system"]
 _BLOCKS: Final[dict[MessageRole, tuple[str, ...]]] = {
@@ -26,8 +26,8 @@ _BLOCKS: Final[dict[MessageRole, tuple[str, ...]]] = {
     "system": ("text",),
 }
 """The types of blocks that each role's content may have."""
-
-
+_TOOL_FIELDS: Final = ("name", "description", "strict", "allowed_callers")
+"""Fields that describe a tool of a client in every API."""
 _SERVER_CALLS: Final = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
 
 
@@ -94,27 +94,6 @@ class InputMessage(Struct, kw_only=True):
         if isinstance(self.content, list):
             for index, block in enumerate(self.content):
                 block.check(f"{field}.content[{index}]", _BLOCKS[self.role])
-
-
-class ClientTool(Struct, kw_only=True):
-    """A tool that the client runs and describes itself."""
-
-    type: str | None = None
-    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,128}\Z")] | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    allowed_callers: list[str] | None = None
-    input_examples: list[Any] | None = None
-
-    def check(self, field: str) -> None:
-        """Raises InvalidRequestError; `field` is the tool's path."""
-        if self.name is None:
-            raise invalid(f"{field}.name", "is required")
-        if self.input_schema is None or self.input_schema.get("type") != "object":
-            raise invalid(f"{field}.input_schema", "must be a JSON schema with type: object")
-        if self.input_examples:
-            raise unsupported(f"{field}.input_examples", "is not offered: put examples into the description")
 
 
 class MessagesToolChoice(Struct, kw_only=True):
@@ -224,15 +203,14 @@ def _read_tool(given: dict[str, Any], field: str) -> ToolSpec | Ignored:
     if isinstance(kind, str) and kind != "custom":
         name = given.get("name")
         return Ignored(kind, f"{field}.type", name if isinstance(name, str) else None)
-    tool = converted(given, ClientTool, field)
-    tool.check(field)
-    assert tool.name is not None, "just checked"
-    if tool.allowed_callers and "direct" not in tool.allowed_callers:
-        return Ignored(tool.allowed_callers[0], f"{field}.allowed_callers", tool.name)
-    definition = ToolDefinition(
-        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-    )
-    return ToolSpec(field, ToolName(tool.name), definition)
+    if given.get("input_examples"):
+        raise unsupported(f"{field}.input_examples", "is not offered: put examples into the description")
+    schema = given.get("input_schema")
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        raise invalid(f"{field}.input_schema", "must be a JSON schema with type: object")
+    function = {"type": "function", "parameters": schema}
+    function |= {name: given[name] for name in _TOOL_FIELDS if name in given}
+    return read_tool(function, field, nested=False)
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

@@ -200,21 +200,22 @@ def read_tools(given: Sequence[dict[str, Any]], *, nested: bool, path: str = "to
     for index, tool in enumerate(given):
         param = f"{path}[{index}]"
         if tool.get("type") != "namespace":
-            read.append(_read_spec(tool, param, nested=nested))
+            read.append(read_tool(tool, param, nested=nested))
             continue
         space = converted(tool, ToolNamespace, param)
         _check_name(space.name, f"{param}.name", _NAME_WITHIN)
         preface = f"{space.name}: {space.description}" if space.description else ""
         for number, inner in enumerate(space.tools):
-            spec = _read_spec(inner, f"{param}.tools[{number}]", nested=nested, namespace=space.name, preface=preface)
+            spec = read_tool(inner, f"{param}.tools[{number}]", nested=nested, namespace=space.name, preface=preface)
             preface = preface if isinstance(spec, Ignored) else ""
             read.append(spec)
     return read
 
 
-def _read_spec(
+def read_tool(
     tool: dict[str, Any], param: str, *, nested: bool, namespace: str | None = None, preface: str = ""
 ) -> ToolSpec | Ignored:
+    """Read one tool. Raises InvalidRequestError."""
     written = tool.get("type")
     if not isinstance(written, str) or not written:
         raise invalid(f"{param}.type", "is required, and is a string")
