@@ -8,7 +8,7 @@ RequestFields            the fields of every route that runs a model
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
@@ -37,19 +37,24 @@ FormatType = Literal["text", "json_object", "json_schema"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class TextPart(Struct, kw_only=True):
+class Part(Struct, kw_only=True):
+    """The fields of a part in every API. Its type decides which count."""
+
     type: str
     text: str | None = None
-    refusal: str | None = None
     thinking: Any = None
-    reasoning: Any = None
-    reasoning_content: Any = None
-    summary: Any = None
     title: Any = None
     source: Raw = NULL
     image_url: Raw = NULL
     detail: Any = None
     content: Any = None
+
+
+class TextPart(Part, kw_only=True):
+    refusal: str | None = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    summary: Any = None
 
     @property
     def readable(self) -> bool:
@@ -58,21 +63,11 @@ class TextPart(Struct, kw_only=True):
         return self.type in _TEXT_TYPES and self.text is not None
 
 
-class MediaPart(Protocol):
-    """A part of any API that a model of text cannot read."""
-
-    type: str
-    title: Any
-    source: Raw
-    image_url: Raw
-    detail: Any
-
-
 class LeftOut(TextPart, kw_only=True):
     """A line for a part that a model of text cannot read."""
 
     kind: str
-    part: MediaPart
+    part: Part
     """The client's."""
 
 
@@ -83,7 +78,7 @@ def as_text(parts: list[TextPart]) -> list[TextPart]:
     return [text_part(part, part.content) if part.type in NOT_TEXT else part for part in parts]
 
 
-def text_part(part: MediaPart, content: object) -> TextPart:
+def text_part(part: Part, content: object) -> TextPart:
     """Return the text for a part of one of the types `NOT_TEXT`. `content`: its parts."""
     text, is_whole = block_text(part.type, part.title, part.source, content)
     if is_whole:

@@ -13,9 +13,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from server.schema.blocks import NOT_TEXT, NULL
+from server.schema.blocks import NOT_TEXT
 from server.schema.decoding import invalid, unsupported
-from server.schema.fields import MAX_TOOLS, Count, ModelFields, PositiveCount, Probability, check_stops
+from server.schema.fields import MAX_TOOLS, Count, ModelFields, Part, PositiveCount, Probability, check_stops
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
 from server.schema.tools import Ignored, ToolSet, ToolSpec, make_tool_set, read_tool
 
@@ -31,11 +31,7 @@ _TOOL_FIELDS: Final = ("name", "description", "strict", "allowed_callers")
 _SERVER_CALLS: Final = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
 
 
-class ContentBlock(Struct, kw_only=True):
-    """A block of any type. The type decides which fields count."""
-
-    type: str
-    text: str | None = None
+class ContentBlock(Part, kw_only=True):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -45,9 +41,6 @@ class ContentBlock(Struct, kw_only=True):
     content: str | list[ContentBlock] | dict[str, Any] | None = None
     tool_name: str | None = None
     title: str | None = None
-    source: msgspec.Raw = NULL
-    image_url: msgspec.Raw = NULL
-    detail: Any = None
     is_error: bool | None = None
     cache_control: Any = None
 
