@@ -17,6 +17,7 @@ from functools import partial
 from typing import ClassVar, Final, Protocol
 
 from msgspec import Struct
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
@@ -24,7 +25,7 @@ from server.api.prompts.ignored_tools import IgnoredTools, ignored_header
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, RevisionGoneError, ShuttingDownError, UnavailableError, forget
 from server.event_loop import TimeSlice, sliced
-from server.http.stream import CancelOnDisconnect, ClientGoneError, KeepAlive, SseWriter, client_of
+from server.http.stream import CancelOnDisconnect, KeepAlive, SseWriter, client_of
 from server.metrics import GatewayMetrics
 from server.models.registry import Models
 from server.models.served_model import ServedModel
@@ -164,7 +165,7 @@ class GenerateEndpoint(ABC):
         if services.tracing is not None:
             context.begin_trace(services.tracing, scope)
         hints = read_hints(scope["headers"])
-        prepare = partial(self.prepared, scope["path"], await read_body(receive), identity)
+        prepare = partial(self.prepared, scope["path"], await Request(scope, receive).body(), identity)
         guard = CancelOnDisconnect(client_of(scope), services.request_timeout_s)
         services.preparing.add(guard)
         try:
@@ -286,20 +287,8 @@ class GenerateEndpoint(ABC):
                 self._metrics.count_gaps(response.model, gap_s, num_gaps)
             await writer.write(last + answer.formatter.last_events(response), more=False)
         except Exception as error:
-            if isinstance(error, ClientGoneError) or not writer.started:
+            if isinstance(error, ClientDisconnect) or not writer.started:
                 raise
             failure = context.fail(error)
             forget(error)
             await writer.write(answer.formatter.error_event(failure), more=False)
-
-
-async def read_body(receive: Receive) -> bytes:
-    """Return the whole body. Raises ClientGoneError if the client leaves before its end."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise ClientGoneError
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)

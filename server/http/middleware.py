@@ -27,7 +27,6 @@ from server.errors import (
     responses_error,
 )
 from server.http.compressed import checked_coding, plain
-from server.http.stream import ClientGoneError
 from server.metrics import GatewayMetrics
 from server.request_context import CURRENT, RequestContext
 from server.usage.account import CLIENT_LEFT, Account
@@ -99,7 +98,7 @@ class RequestMiddleware:
         metrics.num_in_flight += 1
         try:
             await self._app(scope, receive, send_with_headers)
-        except (ClientGoneError, ClientDisconnect) as error:
+        except ClientDisconnect as error:
             forget(error)
             context.status = CLIENT_LEFT
             metrics.disconnects.inc()

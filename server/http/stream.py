@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Scope, Send
 
 from worker.common.http_protocol import ANSWER, AnswerCycle
@@ -40,10 +41,6 @@ def escape_line_ends(events: bytes) -> bytes:
 def sse(payload: bytes, name: str = "") -> bytes:
     """Return one event."""
     return (b"event: %b\n" % name.encode() if name else b"") + b"data: " + payload + b"\n\n"
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection before the answer was complete."""
 
 
 class SseWriter:
@@ -148,7 +145,7 @@ def client_of(scope: Scope) -> AnswerCycle:
 class CancelOnDisconnect:
     """Cancels the current task when the client disconnects, or after `timeout_s` (None: no limit).
 
-    The block then raises ClientGoneError or TimeoutError. Leave it before the last part of the response is sent: a
+    The block then raises ClientDisconnect or TimeoutError. Leave it before the last part of the response is sent: a
     complete answer must not be cancelled.
     """
 
@@ -164,11 +161,11 @@ class CancelOnDisconnect:
 
     def __enter__(self) -> None:
         if self._client.disconnected:
-            raise ClientGoneError
+            raise ClientDisconnect
         self._task = asyncio.current_task()
         if self._timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end, TimeoutError)
-        self._client.on_lost = partial(self.end, ClientGoneError)
+        self._client.on_lost = partial(self.end, ClientDisconnect)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         task, self._task = self._task, None

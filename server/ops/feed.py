@@ -21,10 +21,11 @@ from importlib.metadata import version
 from typing import Any, Final
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from server.errors import UnavailableError
-from server.http.stream import CancelOnDisconnect, ClientGoneError, SseWriter, client_of, sse
+from server.http.stream import CancelOnDisconnect, SseWriter, client_of, sse
 from server.ops.changes import FeedChanges
 from server.ops.overview import Overview
 from server.ops.prefix_tree import MAX_ROWS, tree_rows
@@ -138,7 +139,7 @@ class Feed:
                 with CancelOnDisconnect(client_of(scope)):
                     while (frame := await queue.get()) is not None:
                         await writer.write(frame)
-            except ClientGoneError:
+            except ClientDisconnect:
                 return  # the viewer has closed the page
             await writer.write(b"", more=False)
 

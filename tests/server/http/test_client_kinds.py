@@ -8,10 +8,10 @@ import socket
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect, Request
 
-from server.api.endpoint import read_body
 from server.http.middleware import KnownHostsMiddleware
-from server.http.stream import CancelOnDisconnect, ClientGoneError, client_of
+from server.http.stream import CancelOnDisconnect, client_of
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.http.test_protocol import LOOPS, run
@@ -45,7 +45,7 @@ class Desk:
         length = [(b"content-length", b"6")] if path in ("/length", "/now") else []
         start = {"type": "http.response.start", "status": 200, "headers": length}
         try:
-            self.bodies.append(await read_body(receive))
+            self.bodies.append(await Request(scope, receive).body())
             with CancelOnDisconnect(client_of(scope)):
                 if path not in ("/late", "/now"):
                     await send(start)
@@ -59,7 +59,7 @@ class Desk:
                 await send(start)
             rest = b"two" if path in ("/parts", "/length") else b"onetwo"
             await send({"type": "http.response.body", "body": rest})
-        except ClientGoneError:
+        except ClientDisconnect:
             self.num_left += 1
 
 

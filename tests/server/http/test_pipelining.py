@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
-from server.api.endpoint import read_body
 from server.http import protocol
 from server.http.protocol import GatewayProtocol
 from tests.server.http.test_protocol import MIB, post, run
@@ -47,7 +47,7 @@ class Counted:
         self.num_admitted += 1
         self.num_open[client] += 1
         self.most_open = max(self.most_open, self.num_open[client])
-        await read_body(receive)
+        await Request(scope, receive).body()
         for _ in range(3):
             await asyncio.sleep(0)
         await send({"type": "http.response.start", "status": 200, "headers": []})

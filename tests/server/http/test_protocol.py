@@ -18,11 +18,11 @@ import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.requests import ClientDisconnect, Request
 
-from server.api.endpoint import read_body
 from server.http import protocol
 from server.http.server import GatewayListener
-from server.http.stream import CancelOnDisconnect, ClientGoneError, client_of
+from server.http.stream import CancelOnDisconnect, client_of
 from tests.certificates import Authority
 from tests.server.http.readers import MemoryTransport
 from tests.server.http.test_tls import LIMITS, Port
@@ -62,7 +62,7 @@ class Desk:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         client, path = client_of(scope), scope["path"]
         try:
-            body = await read_body(receive)
+            body = await Request(scope, receive).body()
             self.sizes.append(len(body))
             with CancelOnDisconnect(client):
                 await send({"type": "http.response.start", "status": 200, "headers": [(b"x-path", path.encode())]})
@@ -71,7 +71,7 @@ class Desk:
                 if path != "/now":
                     await self.go.wait()
             await send({"type": "http.response.body", "body": b"%d" % len(body)})
-        except ClientGoneError:
+        except ClientDisconnect:
             self.num_left += 1
 
 
