@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]")
 _NOT_TRACED: Final[AbstractContextManager[None]] = nullcontext()
 
 
@@ -109,8 +111,8 @@ class RequestContext:
     """The name of the rule that removed an agent's line from the prompt; empty: none did."""
     repairs: tuple[str, ...] = ()
     """Changes to the messages, for what their template would refuse or lose."""
-    ignored: tuple[str, ...] = ()
-    """Fields with wishes that the model cannot fulfil."""
+    ignored: list[str] = field(default_factory=list)
+    """Parts of the request that are left out or change nothing, in characters that a header may have."""
     trace: Trace | None = None
     """None: not traced, or not sampled."""
     unsampled: Mapping[str, str] = field(default_factory=dict)
@@ -120,6 +122,12 @@ class RequestContext:
         """Note the model in the account, as soon as it is known: a refusal may follow."""
         if self.account is not None:
             self.account.model = name
+
+    def ignore(self, names: Iterable[str]) -> list[str]:
+        """Note parts that are left out or change nothing. Return their names as a header has them."""
+        safe = [_UNSAFE.sub("?", name[:64]) for name in names]
+        self.ignored = [*dict.fromkeys([*self.ignored, *safe])]
+        return safe
 
     @property
     def request_id(self) -> str:

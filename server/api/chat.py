@@ -34,7 +34,6 @@ from server.api.formatting import (
 from server.api.prompts import params
 from server.api.prompts.client_lines import conversation_without_line
 from server.api.prompts.grammars import MAX_SCHEMA_BYTES, chat_grammar, has_format
-from server.api.prompts.ignored_tools import ignored_header
 from server.api.prompts.items import responses_intent
 from server.api.prompts.limits import TokenLimits, check_text, encode_any
 from server.auth.identity import Identity, identity_of
@@ -93,30 +92,30 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
             request, intent = await self.read(body, self._models.text_limit)
-            ignored = self._services.ignored_tools.take(intent)
+            self._services.ignored_tools.take(intent)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, response_id(self.prefix))
-        return PreparedRequest((spec,), self.formatter(request, spec, rules), bool(request.stream), ignored)
+        return PreparedRequest((spec,), self.formatter(request, spec, rules), bool(request.stream))
 
     async def count(self, http_request: Request) -> Response:
         """Count the prompt that a body would send, even one that no context holds. Raises ApiError."""
         require_json(http_request.scope["headers"])
-        _, ids, ignored = await self.prompt_of(await http_request.body(), identity_of(http_request.scope))
-        return json_response(self.counted | {"input_tokens": len(ids)}, ignored_header(ignored))
+        _, ids = await self.prompt_of(await http_request.body(), identity_of(http_request.scope))
+        return json_response(self.counted | {"input_tokens": len(ids)})
 
-    async def prompt_of(self, body: bytes, identity: Identity) -> tuple[ServedModel, Sequence[int], str]:
-        """Return the model, the prompt that a body would send, and what it leaves out. Raises ApiError."""
+    async def prompt_of(self, body: bytes, identity: Identity) -> tuple[ServedModel, Sequence[int]]:
+        """Return the model, and the prompt that a body would send. Raises ApiError."""
         services = self._services
         prepared = await services.engine_text.prepare(CHAT_PATH, body, identity, self, counts=True)
         if prepared is not None:
-            return prepared.specs[0].model, prepared.specs[0].prompt_ids, prepared.ignored
+            return prepared.specs[0].model, prepared.specs[0].prompt_ids
         intent = await self.read_to_count(body, self._models.text_limit)
-        ignored, param = services.ignored_tools.take(intent), intent.names.messages
-        model = self._model(intent.fields.model, identity)
+        services.ignored_tools.take(intent)
+        param, model = intent.names.messages, self._model(intent.fields.model, identity)
         rendered = await render_chat(intent.conversation, model)
         ids = await encode_any(rendered.text, model, param, client_offsets=rendered.client_offsets)
-        return model, TokenLimits(intent.fields, param).truncated(ids), ignored
+        return model, TokenLimits(intent.fields, param).truncated(ids)
 
     counted: ClassVar[dict[str, Any]] = {}
     """Further fields of the answer of `count`."""
@@ -217,7 +216,8 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
         raise ContextLengthError(message, model.max_model_len, param=param)
     rendered = await template.render_in_slices(conversation, model.tokenizer.executor)
     if (context := CURRENT.get(None)) is not None:
-        context.repairs, context.ignored = rendered.repairs, rendered.ignored
+        context.repairs = rendered.repairs
+        context.ignore(rendered.ignored)
     return rendered
 
 

@@ -30,7 +30,7 @@ from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.request import Generation
 from server.request.response import ResponseStream
-from server.request_context import trace_stage
+from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import invalid
 from server.schema.requests import COMPLETION, CompletionRequest, batch_of
 from worker.wire import SamplingParams, TokenLogprobs
@@ -58,6 +58,7 @@ async def prepare_completion(
     request: CompletionRequest, model: ServedModel, identity: Identity, *, clamps_max_tokens: bool
 ) -> PreparedRequest:
     """Tokenise every prompt and apply its limits. Raises ApiError."""
+    CURRENT.get().ignore(request.ignored_hints)
     prompts = batch_of(request.prompt, "prompt")
     num_sampled = max(request.best_of or 1, request.num_choices)
     constraint = await answer_grammar(request.response_format, request.structured_outputs)
@@ -94,7 +95,7 @@ async def prepare_completion(
 
     specs = await batch_specs(shared, prompts, partial(_prompt_ids, request, limits, model), finish_spec)
     formatter = CompletionFormatter(request, shared, echoes, num_sampled)
-    return PreparedRequest(specs, formatter, bool(request.stream), ignored=", ".join(request.ignored_hints))
+    return PreparedRequest(specs, formatter, bool(request.stream))
 
 
 def _check_batch(params: SamplingParams, num_prompts: int, num_sampled: int) -> None:

@@ -19,7 +19,7 @@ from server.errors import ContextLengthError, InvalidRequestError
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
-from server.request_context import trace_stage
+from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import invalid
 from server.schema.fields import PositiveCount, RequestFields
 from server.schema.requests import BodyDecoder, batch_of
@@ -48,6 +48,7 @@ class EmbeddingEndpoint(GenerateEndpoint):
         with trace_stage("validate"):
             request = await EMBEDDING.read(body, self._models.batch_text_limit)
             model = self._known_model(request.model, identity)
+            CURRENT.get().ignore(request.ignored_hints)
             size = model.facts.embedding_size
             if not size or model.adapter:
                 message = f"The model {request.model!r:.200} makes no embeddings: a worker with `--task embed` does."
@@ -61,7 +62,7 @@ class EmbeddingEndpoint(GenerateEndpoint):
             spec = new_spec(response_id("embd-"), model, identity, request, "input")
             shared = replace(spec, embed=Embed(request.dimensions))
             specs = await batch_specs(shared, inputs, partial(_input_ids, model))
-        return PreparedRequest(specs, EmbeddingFormatter(request), False, ", ".join(request.ignored_hints))
+        return PreparedRequest(specs, EmbeddingFormatter(request), False)
 
 
 async def _input_ids(model: ServedModel, item: Prompt) -> Sequence[int]:

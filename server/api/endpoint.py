@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
-from server.api.prompts.ignored_tools import IgnoredTools, ignored_header
+from server.api.prompts.ignored_tools import IgnoredTools
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, RevisionGoneError, ShuttingDownError, UnavailableError, forget
 from server.event_loop import TimeSlice, sliced
@@ -83,9 +83,6 @@ class EndpointServices:
             guard.end(ShuttingDownError)
 
 
-Headers = list[tuple[bytes, bytes]]
-
-
 class PreparedRequest(Struct, frozen=True, eq=False):
     """A checked, tokenised request."""
 
@@ -93,11 +90,6 @@ class PreparedRequest(Struct, frozen=True, eq=False):
     """One per prompt."""
     formatter: ResponseFormatter
     stream: bool
-    ignored: str = ""
-    """The tools left out and the hints without effect, for a header."""
-
-    def headers(self) -> Headers:
-        return [(name.encode(), names.encode()) for name, names in ignored_header(self.ignored).items()]
 
 
 Prepare = Callable[[], Awaitable[PreparedRequest]]
@@ -181,14 +173,14 @@ class GenerateEndpoint(ABC):
         if usage is not None:
             usage.take_tokens(num_prompt_tokens)
         answer = Answer(request.formatter, response, prepare, begin)
-        headers, is_streamed = request.headers(), request.stream
+        is_streamed = request.stream
         del request, prepare  # the body
         services.open_responses.add(response)
         try:
             if is_streamed:
-                await self._stream(answer, headers, context, account, scope, send)
+                await self._stream(answer, context, account, scope, send)
             else:
-                await self._respond(answer, headers, scope, send)
+                await self._respond(answer, scope, send)
         finally:
             services.open_responses.discard(response)
             answer.close(account, self._metrics, time.perf_counter() - context.started_s)
@@ -199,6 +191,7 @@ class GenerateEndpoint(ABC):
         """Prepare a request, also for an engine's text, for the revision that serves now. Raises ApiError."""
         while True:
             with suppress(RevisionGoneError):  # gone while its engine renders the prompt
+                CURRENT.get().ignored.clear()
                 request = await self._services.engine_text.prepare(path, body, identity, self)
                 return await self.prepare(body, identity) if request is None else request
 
@@ -230,12 +223,12 @@ class GenerateEndpoint(ABC):
         CURRENT.get().name_model(model.name)
         return model
 
-    async def _respond(self, answer: Answer, more: Headers, scope: Scope, send: Send) -> None:
+    async def _respond(self, answer: Answer, scope: Scope, send: Send) -> None:
         response = answer.response
         with response.guard(client_of(scope)):
             await answer.run()
             choices = response.take_deltas()
-        headers = [(b"content-type", b"application/json"), *more, *response.headers()]
+        headers = [(b"content-type", b"application/json"), *response.headers()]
         parts, num_bytes, begun = list[bytes](), 0, False
         async for part in sliced(answer.formatter.body(response, choices)):
             if num_bytes > PART_BYTES:
@@ -252,11 +245,11 @@ class GenerateEndpoint(ABC):
         await send({"type": "http.response.body", "body": b"".join(parts)})
 
     async def _stream(
-        self, answer: Answer, more: Headers, context: RequestContext, account: Account, scope: Scope, send: Send
+        self, answer: Answer, context: RequestContext, account: Account, scope: Scope, send: Send
     ) -> None:
         client, response = client_of(scope), answer.response
         ping, write = answer.formatter.ping, client.write
-        writer = SseWriter(send, lambda: [*more, *response.headers()], ping, write)
+        writer = SseWriter(send, response.headers, ping, write)
         client.on_probe = writer.probe
         first_s = 0.0
 

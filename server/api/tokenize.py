@@ -16,7 +16,6 @@ from starlette.responses import Response
 from server.api.chat import ChatEndpoint
 from server.api.endpoint import EndpointServices
 from server.api.formatting import encode_json, json_response
-from server.api.prompts.ignored_tools import ignored_header
 from server.api.prompts.limits import MAX_COUNTED_TOKENS, encode_any
 from server.api.prompts.params import in_vocabulary
 from server.auth.identity import Identity, identity_of
@@ -57,13 +56,12 @@ class TokenizeApi:
         identity = identity_of(http_request.scope)
         request: TokenizeRequest = await self._read(http_request, _TEXT)
         ids: Sequence[int]
-        ignored = ""
         if memoryview(request.messages)[:5].tobytes() != b"null":
             if request.prompt is not None:
                 raise invalid("prompt", "and messages exclude each other: give one of them")
             name = request.model or self._only_name(identity)
             fields = {key: item for key, item in _FIELDS.decode(await http_request.body()).items() if key not in _OWN}
-            model, ids, ignored = await self._chats.prompt_of(encode_json(fields | {"model": name}), identity)
+            model, ids = await self._chats.prompt_of(encode_json(fields | {"model": name}), identity)
         elif request.prompt is None:
             raise invalid("prompt", "is required")
         else:
@@ -77,7 +75,7 @@ class TokenizeApi:
             model.check_readable(model.name)
             texts = [model.tokenizer.token(id_) async for id_ in sliced(ids)]
         answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": list(ids), "token_strs": texts}
-        return json_response(answer, ignored_header(ignored))
+        return json_response(answer)
 
     async def detokenize(self, http_request: Request) -> Response:
         """Return the text of ids, special tokens included. Raises ApiError."""

@@ -37,6 +37,9 @@ access = logging.getLogger("server.access")
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 REPAIRED_HEADER: Final = b"x-headstart-repaired"
+IGNORED_HEADER: Final = b"x-headstart-ignored"
+_MAX_NAMED: Final = 32
+"""Names in one header."""
 """Names the changes to the messages for their template."""
 ALWAYS_TAKEN_BYTES: Final = 1 << 20
 """Bodies up to this size are not compared with the needs of the models."""
@@ -141,6 +144,8 @@ def _headers(context: RequestContext, *, anthropic: bool) -> list[tuple[bytes, b
     headers = [(b"x-request-id", id_), (b"openai-processing-ms", b"%d" % elapsed_ms), *context.limit_headers()]
     if context.repairs:
         headers.append((REPAIRED_HEADER, ", ".join(context.repairs).encode()))
+    if context.ignored and context.status < 400:
+        headers.append((IGNORED_HEADER, ", ".join(context.ignored[:_MAX_NAMED]).encode()))
     return [*headers, (b"request-id", id_)] if anthropic else headers
 
 

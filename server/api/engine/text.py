@@ -123,8 +123,6 @@ class _EngineBody(NamedTuple):
     request: ModelFields | None
     """The client's body, if it is of another API than the engine's route."""
     intent: ChatIntent | None
-    ignored: str
-    """Names of the parts that are left out, for a header."""
     prefix: str
     """The beginning of the answer's id."""
 
@@ -166,9 +164,7 @@ class EngineTexts:
         if asked is None:
             return None
         with _naming(asked.intent, asked.model):
-            sent, ignored = await self._repaired(asked)
-            left_out = [name for name, value in asked.fields.items() if _is_left_out(path, name, value)]
-            ignored = ", ".join(filter(None, [asked.ignored, ignored, *self._ignored_tools.named(left_out)]))
+            sent = await self._repaired(asked)
             call = EngineCall(path, encode_json(sent), bool(asked.known.stream) and path not in POOLING_PATHS)
             rendered = None
             if not call.pools:
@@ -185,9 +181,9 @@ class EngineTexts:
             call = replace(call, body=encode_json(sent | {"max_completion_tokens": num_tokens}))
         spec = _spec(call, asked, identity, rendered)
         if dialect is None or asked.intent is None or asked.request is None:
-            return PreparedRequest((spec,), EngineFormatter(), call.streams, ignored)
+            return PreparedRequest((spec,), EngineFormatter(), call.streams)
         rules = OutputRules(client_names=asked.intent.tool_set.names, parallel=asked.intent.parallel_tool_calls)
-        return PreparedRequest((spec,), dialect.formatter(asked.request, spec, rules), call.streams, ignored)
+        return PreparedRequest((spec,), dialect.formatter(asked.request, spec, rules), call.streams)
 
     async def has_other_template(self, model: ServedModel) -> bool:
         """Return whether the model's engines render chats otherwise than the gateway."""
@@ -208,7 +204,7 @@ class EngineTexts:
             return None
         CURRENT.get().name_model(model.name)
         rules = self._config if {path, IMAGES} <= model.facts.capabilities and path == CHAT_PATH else None
-        request, intent, ignored, prefix = None, None, "", _PREFIXES[path]
+        request, intent, prefix = None, None, _PREFIXES[path]
         if dialect is not None:
             with_room = limit if rules is None else lambda: with_images(limit(), self._config)
             if counts:
@@ -217,7 +213,8 @@ class EngineTexts:
                 request, intent = await dialect.read(body, with_room)
             if rules is not None:
                 keep_images(intent.conversation.messages)
-            ignored, prefix = self._ignored_tools.take(intent), dialect.prefix
+            self._ignored_tools.take(intent)
+            prefix = dialect.prefix
             if not model.keeps_client_lines:
                 conversation, CURRENT.get().removal_rule = conversation_without_line(intent.conversation)
                 intent = dataclasses.replace(intent, conversation=conversation)
@@ -231,26 +228,30 @@ class EngineTexts:
             media = await run_sliced(read_media(fields, path, rules, salt))
             _check(path, known, fields, self._xargs)
         await _check_text(body, media, limit())
-        return _EngineBody(path, name, model, known, fields, media, request, intent, ignored, prefix)
+        return _EngineBody(path, name, model, known, fields, media, request, intent, prefix)
 
-    async def _repaired(self, asked: _EngineBody) -> tuple[dict[str, Any], str]:
-        """Return the body for the engine, in a shape that its template takes, and what is left out of it."""
+    async def _repaired(self, asked: _EngineBody) -> dict[str, Any]:
+        """Return the body for the engine, in a shape that its template takes. Name what is left out of it."""
         path, model = asked.path, asked.model
         with _decoding():
             sent = _body(asked, self._interval.num_tokens())
+            if path == CHAT_PATH and asked.intent is None:
+                if not model.keeps_client_lines:
+                    sent, CURRENT.get().removal_rule = body_without_line(sent)
+                sent = self._ignored_tools.without(sent)
+            fields = asked.fields.items()
+            self._ignored_tools.name([name for name, value in fields if _is_left_out(path, name, value)])
             if path != CHAT_PATH:
-                return sent, ""
+                return sent
             digests = frozenset(each.member.chat_probes for each in self._renderer.able(model, path))
-            ignored = ""
-            if asked.intent is None:
-                sent, ignored = self._without_vendors(sent, model)
             render = partial(self._renderer.render, model=model)
             sent, repairs = await self._shapes.repaired(sent, model, digests, render)
             wishes = None if asked.intent is None else asked.intent.conversation.wishes
             sent, wish_repairs, unheeded = await self._shapes.granted(sent, wishes, model, digests, render)
         context = CURRENT.get()
-        context.repairs, context.ignored = (*repairs, *wish_repairs), unheeded
-        return sent, ignored
+        context.repairs = (*repairs, *wish_repairs)
+        context.ignore(unheeded)
+        return sent
 
     async def _prompt(self, call: EngineCall, sent: dict[str, Any], asked: _EngineBody) -> Rendered:
         """Return the prompt of a call, without control tokens of the client. Raises ApiError."""
@@ -266,13 +267,6 @@ class EngineTexts:
             else:
                 await check_control_tokens(call, body, rendered, model, render)
         return rendered
-
-    def _without_vendors(self, sent: dict[str, Any], model: ServedModel) -> tuple[dict[str, Any], str]:
-        """Leave out what only a vendor's server can use: lines of agents, and tools, which are named."""
-        if not model.keeps_client_lines:
-            sent, rule = body_without_line(sent)
-            CURRENT.get().removal_rule = rule
-        return self._ignored_tools.without(sent)
 
 
 @contextmanager

@@ -1,9 +1,8 @@
-"""Tools, parts and fields that are left out, and hints without effect: refused, or named in a header."""
+"""Tools, parts and fields that are left out: refused, or named in a header of the answer."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -14,14 +13,10 @@ from server.schema.intent import ChatIntent
 
 log = logging.getLogger(__name__)
 
-HEADER: Final = "x-headstart-ignored"
-MAX_NAMED: Final = 32
-"""Types in one header."""
 MAX_LOGGED: Final = 256
 """The limit of logged types, which clients choose freely."""
 _OF_CLIENTS: Final = frozenset({"function", "custom", "namespace"})
 """Types of tools that a client runs."""
-_UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class IgnoredTools:
@@ -33,47 +28,44 @@ class IgnoredTools:
         self._strict_blocks = strict_blocks
         self._logged: set[str] = set()
 
-    def take(self, intent: ChatIntent) -> str:
-        """Return the header's value; "" for none. Raises InvalidRequestError when tools are refused."""
+    def take(self, intent: ChatIntent) -> None:
+        """Name what a chat leaves out, and its hints without effect. Raises InvalidRequestError for what is refused."""
         ignored = intent.ignored
         for each in ignored:
             if each.is_block and self._strict_blocks:
                 raise unsupported(each.field, f"is {each.type[:64]!r}: this model reads text (--strict-blocks)")
             if not each.is_block:
                 self._check_tool(each.field, each.type)
-        return ", ".join([*self.named([each.type for each in ignored]), *intent.fields.ignored_hints])
+        self.name([each.type for each in ignored])
+        CURRENT.get().ignore(intent.fields.ignored_hints)
 
-    def without(self, fields: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return a body for an engine without the tools of vendors, and the header's value; "" for none.
-
-        Raises InvalidRequestError when tools are refused.
-        """
+    def without(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return a body for an engine without the tools of vendors. Raises InvalidRequestError if they are refused."""
         tools = decoded(fields.get("tools"))
         if not isinstance(tools, list):
-            return fields, ""
+            return fields
         types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
         left_out = [kind for kind in types if isinstance(kind, str) and kind not in _OF_CLIENTS]
         if not left_out:
-            return fields, ""
+            return fields
         self._check_tool(f"tools[{types.index(left_out[0])}].type", left_out[0])
         kept = [tool for tool, kind in zip(tools, types, strict=True) if kind not in left_out]
         if not kept and _requires_call(decoded(fields.get("tool_choice"))):
             raise unsupported("tool_choice", f"asks for a call, and this server cannot run {', '.join(left_out)[:256]}")
         others = {name: value for name, value in fields.items() if name != "tools" and (kept or name != "tool_choice")}
-        return others | ({"tools": kept} if kept else {}), ", ".join(self.named(left_out))
+        self.name(left_out)
+        return others | ({"tools": kept} if kept else {})
 
     def _check_tool(self, field: str, kind: str) -> None:
         if self._strict_tools:
             raise unsupported(field, f"is {kind[:64]!r}, which this server cannot run (--strict-tools)")
 
-    def named(self, kinds: Iterable[str]) -> list[str]:
-        """Return the first types, or names of fields, for a header, and log all new ones."""
-        types = list(dict.fromkeys(_UNSAFE.sub("?", kind[:64]) for kind in kinds))
-        for kind in types:
+    def name(self, kinds: Iterable[str]) -> None:
+        """Name types, or fields, in the header, and log new ones."""
+        for kind in CURRENT.get().ignore(kinds):
             if kind not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(kind)
                 log.warning("left %s out of a request: this server or its model cannot use it", kind)
-        return types[:MAX_NAMED]
 
 
 def _requires_call(choice: Any) -> bool:
@@ -81,11 +73,3 @@ def _requires_call(choice: Any) -> bool:
         choice = choice.get("allowed_tools") or choice
         choice = choice.get("mode", choice.get("type")) if isinstance(choice, dict) else choice
     return choice not in (None, "auto", "none")
-
-
-def ignored_header(names: str) -> dict[str, str]:
-    """Return the header with these names and the fields that change nothing in the prompt; empty for none."""
-    context = CURRENT.get(None)
-    fields = [_UNSAFE.sub("?", field[:64]) for field in (context.ignored if context is not None else ())[:MAX_NAMED]]
-    value = ", ".join(filter(None, [names, *fields]))
-    return {HEADER: value} if value else {}

@@ -20,6 +20,7 @@ from server.api.prompts.items import messages_of_items
 from server.api.responses import ResponsesFormatter
 from server.errors import InvalidRequestError
 from server.request.choice import ChoiceDelta, GenerationSpec
+from server.request_context import CURRENT, RequestContext
 from server.schema.requests import ChatRequest, ResponsesRequest
 from server.schema.tools import make_tool_set, read_tools
 from server.text.formats import FORMATS
@@ -428,9 +429,10 @@ WEB: Any = {"tools": [{"type": "web_search", "name": "web_search"}]}
 )
 def test_a_call_of_the_vendors_tools_alone_is_refused(path: str, choice: Any, is_refused: bool) -> None:
     body = {**WEB, "path": path, "tool_choice": choice}
+    CURRENT.set(RequestContext("", 0.0))
     ignored = IgnoredTools(strict_tools=False, strict_blocks=False)
     if not is_refused:
-        assert ignored.without(body) == ({"path": path}, "web_search")
+        assert (ignored.without(body), CURRENT.get().ignored) == ({"path": path}, ["web_search"])
         return
     with pytest.raises(InvalidRequestError, match="cannot run web_search") as refused:
         ignored.without(body)
