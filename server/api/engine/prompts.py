@@ -7,13 +7,13 @@ body if its shapes gave equal token ids here and at all engines of the model. Ot
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
 
-from cache.records import Candidate
+from server.api.engine.rendering import Digests, EngineRenderer
 from server.api.formatting import encode_json
 from server.api.prompts.limits import TokenLimits
 from server.errors import ApiError
@@ -24,7 +24,6 @@ from server.schema.requests import CHAT
 from worker.common.chat_probes import CHAT_PROBES, WITH_TOOLS, digests
 from worker.wire import Rendered
 
-Digests = tuple[tuple[str, str], ...]
 _IN_PROMPT: Final = {"response_format", "truncate_prompt_tokens", "truncation_side"}
 _NOT_IN_PROMPT: Final = {
     *({*SamplingFields.__struct_fields__} - _IN_PROMPT),
@@ -127,15 +126,14 @@ def shapes_of(fields: Mapping[str, Any]) -> set[str]:
 class EnginePrompts:
     """Renders the prompts of chats whose template the engine shares. Owned by `EngineTexts`."""
 
-    def __init__(self) -> None:
+    def __init__(self, renderer: EngineRenderer) -> None:
+        self._renderer = renderer
         self._digests: dict[str, Digests] = {}
         """Digests of the probes, by the fingerprint of a model."""
 
-    async def render(
-        self, fields: Mapping[str, Any], model: ServedModel, candidates: Sequence[Candidate]
-    ) -> Rendered | None:
+    async def render(self, fields: Mapping[str, Any], model: ServedModel) -> Rendered | None:
         """Return the prompt of a chat's body; None if the engine must render it."""
-        shared = await self._shared({candidate.member.chat_probes for candidate in candidates}, model)
+        shared = await self._shared(model)
         if not shared:
             return None
         try:
@@ -146,12 +144,13 @@ class EnginePrompts:
             return None
         return await _rendered(encode_json({**fields, "model": model.name}), model)
 
-    async def shares_template(self, engines: Set[Digests], model: ServedModel) -> bool:
-        """Return whether all engines of a model, by their digests, have the gateway's template."""
-        return await self._shared(engines, model) >= _USUAL
+    async def shares_template(self, model: ServedModel) -> bool:
+        """Return whether all engines of a model have the gateway's template."""
+        return await self._shared(model) >= _USUAL
 
-    async def _shared(self, engines: Set[Digests], model: ServedModel) -> Set[str]:
+    async def _shared(self, model: ServedModel) -> Set[str]:
         """Return the shapes whose probes have equal token ids here and at all engines."""
+        engines = self._renderer.digests(model)
         if not any(engines):
             return frozenset()
         if model.fingerprint not in self._digests:

@@ -8,7 +8,7 @@ import random
 from typing import Final
 
 from cache.records import Candidate
-from server.api.engine.media import Media
+from server.api.engine.media import CHAT_PATH, Media
 from server.errors import ApiError, InternalError, InvalidRequestError, RevisionGoneError, UnavailableError
 from server.models.registry import Models
 from server.models.served_model import ServedModel
@@ -23,6 +23,8 @@ from worker.wire import EngineCall, Rendered
 
 log = logging.getLogger(__name__)
 
+Digests = tuple[tuple[str, str], ...]
+"""A digest of token ids for each shape that an engine has rendered."""
 MAX_RENDER_ATTEMPTS: Final = 3  # as many workers may be lost
 
 
@@ -60,6 +62,10 @@ class EngineRenderer:
         name, revision, needs = model.name, model.fingerprint, _needs(model, path, has_images=has_images)
         found = self._fleet.silent(name, revision) if are_silent else self._fleet.candidates(name, None, revision)
         return [each for each in found if needs.issubset(each.member.capabilities)]
+
+    def digests(self, model: ServedModel) -> frozenset[Digests]:
+        """Return those of all engines that can serve a model's chats: they identify their templates."""
+        return frozenset(each.member.chat_probes for each in self.able(model, CHAT_PATH))
 
     async def render(self, call: EngineCall, model: ServedModel, *, has_images: bool = False) -> Rendered:
         """Ask the least loaded worker of the longest context for the prompt's ids, and others if it is lost.

@@ -5,13 +5,13 @@ The engine renders the probes, once for each model, when a body first has a shap
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, TypeVar
 
 from server.api.engine.media import CHAT_PATH
-from server.api.engine.prompts import Digests, EnginePrompts
+from server.api.engine.prompts import EnginePrompts
+from server.api.engine.rendering import Digests, EngineRenderer
 from server.api.formatting import decoded, encode_json
 from server.errors import InternalError, InvalidRequestError
 from server.event_loop import run_sliced
@@ -20,7 +20,7 @@ from server.schema.wishes import BUDGET_NAMES, EFFORT_NAMES, EFFORTS, TOGGLES, W
 from server.text.shape_probes import TOOL_NAME, Finding, ShapeProbe, find_shapes
 from server.text.shapes import CLOSE, OPEN, Shapes, Turn, as_text, filled, repaired, without_marks
 from server.text.switches import Grants, find_grants
-from worker.wire import EngineCall, Rendered
+from worker.wire import EngineCall
 
 _T = TypeVar("_T")
 EFFORT: Final = EFFORT_NAMES[0]
@@ -44,25 +44,20 @@ _ALL: Final = Shapes(
     lists_arguments=True,
     short_ids=True,
 )
-Render = Callable[[EngineCall], Awaitable[Rendered]]
 
 
 class EngineShapes:
     """The shapes of engines' templates. Owned by `EngineTexts`."""
 
-    def __init__(self, prompts: EnginePrompts, *, is_strict: bool) -> None:
+    def __init__(self, renderer: EngineRenderer, prompts: EnginePrompts, *, is_strict: bool) -> None:
         """`is_strict`: refuse what a template does not take."""
+        self._renderer = renderer
         self._prompts = prompts
         self._is_strict = is_strict
         self._known: dict[tuple[str, frozenset[Digests]], tuple[Shapes, Grants]] = {}
 
-    async def repaired(
-        self, fields: dict[str, Any], model: ServedModel, digests: frozenset[Digests], render: Render
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the fields of a body, and the names of the repairs.
-
-        `digests` identify the templates of its engines. Raises ApiError.
-        """
+    async def repaired(self, fields: dict[str, Any], model: ServedModel) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return the fields of a body, and the names of the repairs. Raises ApiError."""
         turns = _turns(fields)
         if turns is None:
             return fields, ()
@@ -74,7 +69,7 @@ class EngineShapes:
         has_system = turns[:1] and turns[0]["role"] in ("system", "developer")
         if not (possible or has_marks or has_system or filled_tools != tools):
             return fields, ()
-        shapes, _ = await self._found(model, digests, render)
+        shapes, _ = await self._found(model)
         if has_marks and shapes.marks:
             turns = [*await run_sliced(without_marks(turns))]
         changed, repairs = repaired(replace(shapes, thoughts="reasoning_content"), turns, has_tools=bool(tools))
@@ -88,12 +83,7 @@ class EngineShapes:
         return fields, repairs
 
     async def granted(
-        self,
-        fields: dict[str, Any],
-        wishes: Wishes | None,
-        model: ServedModel,
-        digests: frozenset[Digests],
-        render: Render,
+        self, fields: dict[str, Any], wishes: Wishes | None, model: ServedModel
     ) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
         """Return the fields with wishes about thoughts as the engine's template takes them.
 
@@ -114,7 +104,7 @@ class EngineShapes:
             fields = {field: value for field, value in fields.items() if field not in _TRANSLATED}
         if wishes.wish == Wish():
             return fields, (), tuple(wishes.unread)
-        _, grants = await self._found(model, digests, render)
+        _, grants = await self._found(model)
         granted = grants.of(wishes.wish)
         if granted.repairs and self._is_strict:
             message = f"The model's chat template does not take {', '.join(granted.repairs)} (--strict-template)."
@@ -133,44 +123,41 @@ class EngineShapes:
             ignored.pop("budget", None)
         return fields, granted.repairs, (*ignored.values(), *wishes.unread)
 
-    async def _found(self, model: ServedModel, digests: frozenset[Digests], render: Render) -> tuple[Shapes, Grants]:
+    async def _found(self, model: ServedModel) -> tuple[Shapes, Grants]:
         """Return what the engine's template takes."""
-        key = (model.fingerprint, digests)
-        if model.template is not None and await self._prompts.shares_template(digests, model):
+        key = (model.fingerprint, self._renderer.digests(model))
+        if model.template is not None and await self._prompts.shares_template(model):
             return model.template.shapes, model.template.grants
         if key not in self._known:
-            ask = partial(_probed, model=model, render=render)
-            shapes = await ask(find_shapes(lambda turns, _: turns))
+            shapes = await self._probed(find_shapes(lambda turns, _: turns), model)
             names = {*EFFORT_NAMES, *BUDGET_NAMES, *[name for name, _, _ in TOGGLES]} - model.forced_kwargs.keys()
-            self._known[key] = shapes, await ask(find_grants(names, None, lists_tools=False))
+            self._known[key] = shapes, await self._probed(find_grants(names, None, lists_tools=False), model)
         return self._known[key]
 
+    async def _probed(self, finding: Finding[_T], model: ServedModel) -> _T:
+        text = None
+        try:
+            while True:
+                text = await self._text(finding.send(text), model)
+        except StopIteration as found:
+            result: _T = found.value
+            return result
 
-async def _probed(finding: Finding[_T], model: ServedModel, render: Render) -> _T:
-    text = None
-    try:
-        while True:
-            text = await _text(finding.send(text), model, render)
-    except StopIteration as found:
-        result: _T = found.value
-        return result
-
-
-async def _text(probe: ShapeProbe, model: ServedModel, render: Render) -> str | None:
-    """Return what the engine's template writes for a probe; None if it refuses it."""
-    body = _body(probe.messages) | {"max_tokens": 1} | ({"model": model.adapter} if model.adapter else {})
-    body |= {"tools": probe.tools} if probe.tools else {}
-    switches = {**model.template_kwargs, **(probe.switches or {}), **model.forced_kwargs}
-    if EFFORT in switches:
-        body[EFFORT] = switches.pop(EFFORT)
-    body |= {"chat_template_kwargs": switches} if switches else {}
-    try:
-        rendered = await render(EngineCall(CHAT_PATH, encode_json(body)))
-    except (InvalidRequestError, InternalError):
-        return None
-    if model.tokenizer.is_engine_only:  # its text is unknown: all of it is taken as shown
-        return f"{TOOL_NAME}{encode_json(probe.messages).decode()}{rendered.prompts[0]}"
-    return model.tokenizer.decode(rendered.prompts[0])
+    async def _text(self, probe: ShapeProbe, model: ServedModel) -> str | None:
+        """Return what the engine's template writes for a probe; None if it refuses it."""
+        body = _body(probe.messages) | {"max_tokens": 1} | ({"model": model.adapter} if model.adapter else {})
+        body |= {"tools": probe.tools} if probe.tools else {}
+        switches = {**model.template_kwargs, **(probe.switches or {}), **model.forced_kwargs}
+        if EFFORT in switches:
+            body[EFFORT] = switches.pop(EFFORT)
+        body |= {"chat_template_kwargs": switches} if switches else {}
+        try:
+            rendered = await self._renderer.render(EngineCall(CHAT_PATH, encode_json(body)), model)
+        except (InvalidRequestError, InternalError):
+            return None
+        if model.tokenizer.is_engine_only:  # its text is unknown: all of it is taken as shown
+            return f"{TOOL_NAME}{encode_json(probe.messages).decode()}{rendered.prompts[0]}"
+        return model.tokenizer.decode(rendered.prompts[0])
 
 
 def _turns(fields: Mapping[str, Any]) -> list[Turn] | None:

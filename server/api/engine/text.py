@@ -141,8 +141,8 @@ class EngineTexts:
         self._xargs = SENT_XARGS | config.engine_xargs
         self._models = models
         self._renderer = EngineRenderer(models, client, fleet)
-        self._prompts = EnginePrompts()
-        self._shapes = EngineShapes(self._prompts, is_strict=config.strict_template)
+        self._prompts = EnginePrompts(self._renderer)
+        self._shapes = EngineShapes(self._renderer, self._prompts, is_strict=config.strict_template)
         self._interval = StreamInterval()
 
     async def prepare(
@@ -187,8 +187,7 @@ class EngineTexts:
 
     async def has_other_template(self, model: ServedModel) -> bool:
         """Return whether the model's engines render chats otherwise than the gateway."""
-        engines = {each.member.chat_probes for each in self._renderer.able(model, CHAT_PATH)}
-        return bool(engines) and not await self._prompts.shares_template(engines, model)
+        return bool(self._renderer.digests(model)) and not await self._prompts.shares_template(model)
 
     async def _read(
         self, path: str, body: bytes, identity: Identity, dialect: ConversationEndpoint[Any] | None, *, counts: bool
@@ -243,11 +242,9 @@ class EngineTexts:
             self._ignored_tools.name([name for name, value in fields if _is_left_out(path, name, value)])
             if path != CHAT_PATH:
                 return sent
-            digests = frozenset(each.member.chat_probes for each in self._renderer.able(model, path))
-            render = partial(self._renderer.render, model=model)
-            sent, repairs = await self._shapes.repaired(sent, model, digests, render)
+            sent, repairs = await self._shapes.repaired(sent, model)
             wishes = None if asked.intent is None else asked.intent.conversation.wishes
-            sent, wish_repairs, unheeded = await self._shapes.granted(sent, wishes, model, digests, render)
+            sent, wish_repairs, unheeded = await self._shapes.granted(sent, wishes, model)
         context = CURRENT.get()
         context.repairs = (*repairs, *wish_repairs)
         context.ignore(unheeded)
@@ -257,7 +254,7 @@ class EngineTexts:
         """Return the prompt of a call, without control tokens of the client. Raises ApiError."""
         model, gateway_prompt = asked.model, None
         if call.path == CHAT_PATH and not asked.media.images:
-            gateway_prompt = await self._prompts.render(sent, model, self._renderer.able(model, call.path))
+            gateway_prompt = await self._prompts.render(sent, model)
         rendered = gateway_prompt or await self._renderer.rendered(call, asked.media, model)
         if gateway_prompt is None and call.path != COMPLETIONS_PATH and not self._config.control_tokens_in_content:
             render = partial(self._renderer.render, model=model, has_images=bool(asked.media.images))

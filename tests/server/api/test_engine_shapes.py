@@ -127,8 +127,7 @@ async def test_tools_get_the_fields_that_an_engines_template_needs(needs: bool) 
     fields = fields_of(chat_body([Step("user", "x")], has_tools=True) | {"tools": tools})
     template = SimpleNamespace(shapes=Shapes(fills_tools=needs), grants=None)
     model: Any = SimpleNamespace(fingerprint="f", template=template)
-    prompts: Any = SimpleNamespace(shares_template=_shares)
-    found, repairs = await EngineShapes(prompts, is_strict=False).repaired(fields, model, frozenset(), _no_render)
+    found, repairs = await _shapes(_no_render).repaired(fields, model)
     kept = {field: value for field, value in found.items() if field != "tools"}
     assert kept == {field: value for field, value in fields.items() if field != "tools"}
     if not needs:
@@ -145,22 +144,21 @@ async def test_probes_leave_the_name_of_the_model_to_the_worker(adapter: str) ->
     """Its engine may have another name for it."""
     rendered: list[dict[str, Any]] = []
 
-    async def render(call: EngineCall) -> Rendered:
+    async def render(call: EngineCall, model: Any) -> Rendered:
         rendered.append(json.loads(call.body))
         return Rendered(((1,),), (1,))
 
     tokenizer = SimpleNamespace(is_engine_only=True)
     model = _model(tokenizer=tokenizer, adapter=adapter)
     fields = fields_of({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
-    prompts: Any = SimpleNamespace(shares_template=_shares)
-    await EngineShapes(prompts, is_strict=False).repaired(fields, model, frozenset(), render)
+    await _shapes(render).repaired(fields, model)
     assert {body.get("model", "") for body in rendered} == {adapter}
 
 
 async def test_an_engine_gets_the_nearest_effort() -> None:
     """Its template is not the gateway's. The operator's values are kept."""
 
-    async def render(call: EngineCall) -> Rendered:
+    async def render(call: EngineCall, model: Any) -> Rendered:
         body = json.loads(call.body)
         switches = body.get("chat_template_kwargs", {})
         if effort := body.get("reasoning_effort"):
@@ -174,8 +172,7 @@ async def test_an_engine_gets_the_nearest_effort() -> None:
 
     async def sent(*, forced: dict[str, Any] | None = None, **fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
         model = _model(tokenizer=tokenizer, template_kwargs={"own": 1}, forced_kwargs=forced or {})
-        shapes = EngineShapes(SimpleNamespace(shares_template=_shares), is_strict=False)  # type: ignore[arg-type]
-        found, repairs, ignored = await shapes.granted(fields_of(fields), None, model, frozenset(), render)
+        found, repairs, ignored = await _shapes(render).granted(fields_of(fields), None, model)
         assert ignored == ((EFFORT,) if forced else ())
         return found, repairs
 
@@ -210,9 +207,15 @@ def _model(**fields: Any) -> Any:
     return SimpleNamespace(**given | {"forced_kwargs": {}} | fields)
 
 
+def _shapes(render: Any) -> EngineShapes:
+    renderer: Any = SimpleNamespace(digests=lambda model: frozenset(), render=render)
+    prompts: Any = SimpleNamespace(shares_template=_shares)
+    return EngineShapes(renderer, prompts, is_strict=False)
+
+
 async def _shares(*_: object) -> bool:
     return True
 
 
-async def _no_render(_: EngineCall) -> Rendered:
+async def _no_render(*_: object) -> Rendered:
     raise AssertionError("the gateway has the template")
