@@ -54,6 +54,7 @@ from server.text.formats.reasoning import THINK
 from server.text.output_parser import ChoiceMessage, OutputRules, ReasoningStart
 from server.text.template_input import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 from worker.common.capabilities import CHAT as CHAT_PATH
+from worker.wire import SamplingParams
 
 RequestT = TypeVar("RequestT", bound=ModelFields)
 _INPUT: Final = re.compile(rb'"input"\s*:')
@@ -168,19 +169,17 @@ async def chat_spec(
     rules = output_rules(intent, model, rendered.text)
     constraint = await chat_grammar(intent, model, rules)
     start, end = rules.thoughts.starts[0], rules.thoughts.ends[0]
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        logprobs=intent.num_top_logprobs,
+        prompt_logprobs=intent.num_prompt_logprobs,
+        grammar=constraint.grammar,
+    )
     spec = replace(
         params.new_spec(id_, model, identity, fields, names.messages),
         prompt_ids=prompt_ids,
         seeds=params.choice_seeds(fields.seed, intent.num_choices),
-        sampling=await params.sampling_params(
-            fields,
-            model,
-            max_tokens=max_tokens,
-            num_choices=intent.num_choices,
-            logprobs=intent.num_top_logprobs,
-            prompt_logprobs=intent.num_prompt_logprobs,
-            grammar=constraint.grammar,
-        ),
+        sampling=await params.with_sampling(sampling, fields, model, intent.num_choices),
         rules=params.text_rules(fields, intent.stops, model, rules.markers(), shows_special=rules.shows_special),
         grammar_param=constraint.param,
         relaxed=constraint.relaxed,

@@ -63,15 +63,13 @@ async def prepare_completion(
     num_sampled = max(request.best_of or 1, request.num_choices)
     constraint = await answer_grammar(request.response_format, request.structured_outputs)
     tops = (request.prompt_logprobs, request.logprobs if request.echo else None)
-    sampling = await params.sampling_params(
-        request,
-        model,
+    sampling = SamplingParams(
         max_tokens=request.token_limit,
-        num_choices=num_sampled,
         logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
         prompt_logprobs=max((num_top for num_top in tops if num_top is not None), default=None),
         grammar=constraint.grammar,
     )
+    sampling = await params.with_sampling(sampling, request, model, num_sampled)
     _check_batch(sampling, len(prompts), num_sampled)
     clamps = clamps_max_tokens or request.max_tokens is None
     limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=clamps)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any, Final, Protocol
 
+from msgspec.structs import replace
+
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import InvalidRequestError
 from server.event_loop import TimeSlice
@@ -15,7 +17,7 @@ from server.request.choice import GenerationSpec
 from server.schema.decoding import invalid
 from server.schema.fields import ModelFields
 from server.text.detokenizer import TextRules
-from worker.wire import Grammar, SamplingDefaults, SamplingParams, too_many_ids
+from worker.wire import SamplingDefaults, SamplingParams, too_many_ids
 
 MAX_BAD_WORDS_CHARS: Final = 1 << 18
 """The limit for all bad words of a request together."""
@@ -68,29 +70,19 @@ def choice_seeds(seed: int | None, num_choices: int) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-async def sampling_params(
-    request: ModelFields,
-    model: ServedModel,
-    *,
-    max_tokens: int,
-    num_choices: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    grammar: Grammar | None,
+async def with_sampling(
+    given: SamplingParams, request: ModelFields, model: ServedModel, num_choices: int
 ) -> SamplingParams:
-    """Return the worker's parameters: the client's values, else the model's defaults. Raises InvalidRequestError."""
+    """Add the client's values, else the model's defaults, to a worker's parameters. Raises InvalidRequestError."""
     vocab_size, defaults = model.bundle.vocab_size, model.bundle.sampling_defaults
     allowed = request.allowed_token_ids
-    params = SamplingParams(
-        max_tokens=max_tokens,
+    params = replace(
+        given,
         top_k=max(0, (defaults.top_k or 0) if request.top_k is None else request.top_k),
         logit_bias=await _logit_bias(request.logit_bias, vocab_size) if request.logit_bias else (),
         bad_words=await _bad_words(request.bad_words, model) if request.bad_words else (),
         allowed_token_ids=in_vocabulary(dict.fromkeys(allowed), vocab_size, "allowed_token_ids") if allowed else None,
         stop_token_ids=in_vocabulary(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        grammar=grammar,
         **{name: value for name in _SAME_FIELDS if (value := _value(request, defaults, name)) is not None},
     )
     lists = (allowed, request.logit_bias, request.bad_words, request.stop_token_ids)
