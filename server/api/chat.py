@@ -75,9 +75,6 @@ _decode_form: Final = msgspec.json.Decoder(_Form).decode
 class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
     """A route of any API for chats: its body becomes a `ChatIntent`."""
 
-    prefix: ClassVar[str]
-    """The beginning of its answers' ids."""
-
     @abstractmethod
     async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[RequestT, ChatIntent]:
         """Decode and check a body. Raises ApiError."""

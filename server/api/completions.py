@@ -44,7 +44,7 @@ MAX_ECHOED_LOGPROBS: Final = 1 << 21
 
 
 class CompletionEndpoint(GenerateEndpoint):
-    route = "completions"
+    route, prefix = "completions", "cmpl-"
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):

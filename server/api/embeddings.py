@@ -42,7 +42,7 @@ EMBEDDING: Final = BodyDecoder(EmbeddingRequest, "/v1/embeddings")
 
 
 class EmbeddingEndpoint(GenerateEndpoint):
-    route = "embeddings"
+    route, prefix = "embeddings", "embd-"
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
@@ -59,7 +59,7 @@ class EmbeddingEndpoint(GenerateEndpoint):
             inputs = batch_of(request.input, "input")
             if len(inputs) > MAX_INPUTS:
                 raise invalid("input", f"has {len(inputs)} texts, at most {MAX_INPUTS} are taken")
-            spec = new_spec(response_id("embd-"), model, identity, request, "input")
+            spec = new_spec(response_id(self.prefix), model, identity, request, "input")
             shared = replace(spec, embed=Embed(request.dimensions))
             specs = await batch_specs(shared, inputs, partial(_input_ids, model))
         return PreparedRequest(specs, EmbeddingFormatter(request), False)

@@ -138,6 +138,8 @@ class GenerateEndpoint(ABC):
     """One generating route: an ASGI app by itself, without Starlette's request and response objects."""
 
     route: ClassVar[str]
+    prefix: ClassVar[str]
+    """The beginning of its answers' ids."""
 
     def __init__(self, services: EndpointServices) -> None:
         self._services = services

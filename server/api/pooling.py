@@ -35,7 +35,7 @@ head_of: Final = msgspec.json.Decoder(_Head).decode
 class PoolingEndpoint(GenerateEndpoint):
     """A route that only engines have."""
 
-    route = "pooling"
+    route, prefix = "pooling", "pool-"
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         """Refuse the request: no engine of the model has this route."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -47,7 +47,7 @@ from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import TextLimit, located, read_json, unsupported
 from server.schema.field_table import IGNORED, REFUSED_FIELDS, SENT_FIELDS, SENT_XARGS
-from server.schema.fields import ModelFields, RequestFields, StreamOptions
+from server.schema.fields import RequestFields, StreamOptions
 from server.schema.intent import ChatIntent
 from server.schema.requests import CompletionRequest
 from server.schema.wishes import WORDS
@@ -62,11 +62,6 @@ log = logging.getLogger(__name__)
 COMPLETIONS_PATH: Final = "/v1/completions"
 MAX_CHOICES: Final = 16_384
 """More are left to the engine to refuse."""
-_PREFIXES: Final = {
-    **{CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-"},
-    **dict.fromkeys(POOLING_PATHS, "pool-"),
-}
-"""The beginnings of answers' ids, by the engine's route."""
 _COMPLETION_TOKENS: Final = 16  # OpenAI's default, which engines add to the prompt as if it were asked for
 _BYTES_PER_TOKEN: Final = 4  # of usual English, as a guess before the engine has counted
 _OWN_FIELDS: Final = ("model", "priority", "request_id", "stream_options")
@@ -120,11 +115,10 @@ class _EngineBody(NamedTuple):
     known: _Known
     fields: Mapping[str, Raw]
     media: Media
-    request: ModelFields | None
-    """The client's body, if it is of another API than the engine's route."""
     intent: ChatIntent | None
-    prefix: str
-    """The beginning of the answer's id."""
+    """The chat that a body of another API asks for."""
+    formatter: Callable[[GenerationSpec], ResponseFormatter] | None
+    """Returns the writer of that API's answer."""
 
 
 _known_of: Final = msgspec.json.Decoder(_Known, strict=False).decode
@@ -157,7 +151,7 @@ class EngineTexts:
         path = ENGINE_PATHS.get(path, path)
         if isinstance(endpoint, ConversationEndpoint) and not isinstance(endpoint, ChatEndpoint):
             dialect, path = endpoint, CHAT_PATH
-        if not self._models.has_engine_text or path not in _PREFIXES:
+        if not self._models.has_engine_text or path not in SENT_FIELDS:
             return None
         with trace_stage("validate"):
             asked = await self._read(path, body, identity, dialect, counts=counts)
@@ -179,11 +173,9 @@ class EngineTexts:
             num_tokens = max(1, min(asked.intent.max_tokens, longest - len(rendered.prompts[0])))
             asked = asked._replace(known=replace(asked.known, max_tokens=num_tokens))
             call = replace(call, body=encode_json(sent | {"max_completion_tokens": num_tokens}))
-        spec = _spec(call, asked, identity, rendered)
-        if dialect is None or asked.intent is None or asked.request is None:
-            return PreparedRequest((spec,), EngineFormatter(), call.streams)
-        rules = OutputRules(client_names=asked.intent.tool_set.names, parallel=asked.intent.parallel_tool_calls)
-        return PreparedRequest((spec,), dialect.formatter(asked.request, spec, rules), call.streams)
+        spec = _spec(response_id(endpoint.prefix), call, asked, identity, rendered)
+        formatter = EngineFormatter() if asked.formatter is None else asked.formatter(spec)
+        return PreparedRequest((spec,), formatter, call.streams)
 
     async def has_other_template(self, model: ServedModel) -> bool:
         """Return whether the model's engines render chats otherwise than the gateway."""
@@ -203,17 +195,19 @@ class EngineTexts:
             return None
         CURRENT.get().name_model(model.name)
         rules = self._config if {path, IMAGES} <= model.facts.capabilities and path == CHAT_PATH else None
-        request, intent, prefix = None, None, _PREFIXES[path]
+        intent, formatter = None, None
         if dialect is not None:
             with_room = limit if rules is None else lambda: with_images(limit(), self._config)
             if counts:
                 intent = await dialect.read_to_count(body, with_room)
             else:
                 request, intent = await dialect.read(body, with_room)
+                names, parallel = intent.tool_set.names, intent.parallel_tool_calls
+                output_rules = OutputRules(client_names=names, parallel=parallel)
+                formatter = partial(dialect.formatter, request, rules=output_rules)
             if rules is not None:
                 keep_images(intent.conversation.messages)
             self._ignored_tools.take(intent)
-            prefix = dialect.prefix
             if not model.keeps_client_lines:
                 conversation, CURRENT.get().removal_rule = conversation_without_line(intent.conversation)
                 intent = dataclasses.replace(intent, conversation=conversation)
@@ -227,7 +221,7 @@ class EngineTexts:
             media = await run_sliced(read_media(fields, path, rules, salt))
             _check(path, known, fields, self._xargs)
         await _check_text(body, media, limit())
-        return _EngineBody(path, name, model, known, fields, media, request, intent, prefix)
+        return _EngineBody(path, name, model, known, fields, media, intent, formatter)
 
     async def _repaired(self, asked: _EngineBody) -> dict[str, Any]:
         """Return the body for the engine, in a shape that its template takes. Name what is left out of it."""
@@ -351,14 +345,15 @@ def _body(asked: _EngineBody, num_event_tokens: int) -> dict[str, Any]:
     return body
 
 
-def _spec(call: EngineCall, asked: _EngineBody, identity: Identity, rendered: Rendered | None) -> GenerationSpec:
+def _spec(
+    id_: str, call: EngineCall, asked: _EngineBody, identity: Identity, rendered: Rendered | None
+) -> GenerationSpec:
     """Return the request of a call. `rendered`: None without text; then its length is estimated."""
     known, model, options = asked.known, asked.model, asked.known.stream_options
     num_choices = 1 if rendered is None else min(max(1, known.n or 1), MAX_CHOICES)
     media = rendered.media[0] if rendered is not None and rendered.media else ()
     shows_usage = options is not None and bool(options.include_usage)
     is_stateful = any(bytes(asked.fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
-    id_ = response_id(asked.prefix)
     caller = known if asked.intent is None else asked.intent.fields
     head = {"id": Raw(encode_json(id_)), "model": Raw(encode_json(asked.name))}
     text_request = EngineTextRequest(
