@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final, Literal
 
@@ -89,20 +89,18 @@ class EmbeddingFormatter(ResponseFormatter):
         self._base64 = request.encoding_format == "base64"
 
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:
-        vectors = enumerate(generation.embedding for generation in response.generations)
+        vectors: Iterator[Any] = (generation.embedding for generation in response.generations)
+        if self._base64:
+            vectors = (b64encode(vector).decode() for vector in vectors)
+        else:  # float32, little-endian
+            vectors = (struct.unpack(f"<{len(vector) // 4}f", vector) for vector in vectors)
         usage = response.usage()
         kept = ("prompt_tokens", "total_tokens", "prompt_tokens_details")
         return json_parts(
             LazyJson(
                 object="list",
-                data=({"object": "embedding", "index": i, "embedding": self._encoded(vector)} for i, vector in vectors),
+                data=({"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(vectors)),
                 model=self._model,
                 usage={name: usage[name] for name in kept},
             )
         )
-
-    def _encoded(self, vector: bytes) -> Any:
-        """Write float32, little-endian, as base64 or as numbers."""
-        if self._base64:
-            return b64encode(vector).decode()
-        return struct.unpack(f"<{len(vector) // 4}f", vector)

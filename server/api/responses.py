@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -232,8 +231,8 @@ class ResponsesFormatter(ResponseFormatter):
             "service_tier": "default",
             "store": False,
             "temperature": self._sampling.temperature if request.temperature is None else request.temperature,
-            "text": {"format": _without_nulls(text_format) if text_format is not None else {"type": "text"}},
-            "tool_choice": _without_nulls(request.tool_choice) or "auto",
+            "text": {"format": text_format or {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
             "tools": [_echoed(tool) for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": self._sampling.top_p if request.top_p is None else request.top_p,
@@ -242,12 +241,6 @@ class ResponsesFormatter(ResponseFormatter):
             "user": request.user,
             "metadata": request.metadata or {},
         }
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a struct as a dict without its None fields, and any other value as plain JSON types."""
-    fields = msgspec.to_builtins(value)
-    return {key: item for key, item in fields.items() if item is not None} if isinstance(fields, dict) else fields
 
 
 def _echoed(tool: dict[str, Any]) -> dict[str, Any]:

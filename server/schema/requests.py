@@ -192,7 +192,7 @@ class InputItem(Struct, kw_only=True):
         return "message" if self.type is None else self.type
 
 
-class TextFormat(Struct, kw_only=True):
+class TextFormat(Struct, kw_only=True, omit_defaults=True):
     type: FormatType
     name: str | None = None
     schema: dict[str, Any] | None = None

@@ -19,9 +19,8 @@ import re
 import secrets
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Final, cast
 
 import tokenizers
@@ -159,34 +158,24 @@ class Marker:
         return RenderedPrompt(text, offsets)
 
 
-def matches_by_part(
-    pattern: re.Pattern[str], text: str, lookahead_chars: int
-) -> Iterator[tuple[int, list[re.Match[str]]]]:
-    """Yield the end of each part of a text, and the matches that begin in it: all of a long text take much memory.
-
-    `lookahead_chars`: characters that a match needs after its first one.
-    """
-    done = 0
-    for end in range(PART_CHARS, len(text) + PART_CHARS, PART_CHARS):
-        matches = pattern.finditer(text, done, end + lookahead_chars)
-        found = list(takewhile(lambda match, end=end: match.start() < end, matches))  # type: ignore[misc]
-        done = max([done, end, *(match.end() for match in found[-1:])])
-        yield done, found
-
-
 def replaced_by_part(
     pattern: re.Pattern[str], text: str, lookahead_chars: int, replace: Callable[[re.Match[str]], str]
 ) -> Steps[str]:
-    """Return a text with each match of `matches_by_part` replaced, in steps."""
+    """Return a text with each match replaced, in steps, part by part: all matches of a long text take much memory.
+
+    `lookahead_chars`: characters that a match needs after its first one.
+    """
     replaced: list[str] = []
     done = 0
-    for end, found in matches_by_part(pattern, text, lookahead_chars):
+    for end in range(PART_CHARS, len(text) + PART_CHARS, PART_CHARS):
         parts: list[str] = []
-        for match in found:
+        for match in pattern.finditer(text, done, end + lookahead_chars):
+            if match.start() >= end:
+                break
             parts += [text[done : match.start()], replace(match)]
             done = match.end()
         replaced.append("".join([*parts, text[done:end]]))  # few long texts take less than many short ones
-        done = end
+        done = max(done, end)
         yield
     return "".join(replaced)
 

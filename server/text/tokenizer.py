@@ -188,11 +188,6 @@ class Tokenizer:
         special = ((token, id_) for token, id_ in self.added_tokens.items() if id_ in self.token_bytes.special_ids)
         return frozenset(id_ for token, id_ in special if any(token in text for text in markers))
 
-    def token_id(self, token: str) -> int | None:
-        """Return the id of one token by its text; None when the vocabulary lacks it."""
-        id_: int | None = self._tokenizer.token_to_id(token)
-        return id_
-
     def token(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it; None for an id without one."""
         token: str | None = self._tokenizer.id_to_token(token_id)

@@ -220,7 +220,9 @@ class EngineTexts:
             salt = request_salt(identity, known.cache_salt)
             media = await run_sliced(read_media(fields, path, rules, salt))
             _check(path, known, fields, self._xargs)
-        await _check_text(body, media, limit())
+        if (num_bytes := limit().num_bytes) is not None and len(body) > num_bytes:  # of text and images
+            text_limit = TextLimit(num_bytes + media.num_bytes, limit().max_model_len)
+            await read_json(body, head_of, lambda: text_limit)
         return _EngineBody(path, name, model, known, fields, media, intent, formatter)
 
     async def _repaired(self, asked: _EngineBody) -> dict[str, Any]:
@@ -285,13 +287,6 @@ def _decoding() -> Iterator[None]:
         raise located(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from error
-
-
-async def _check_text(body: bytes, media: Media, limit: TextLimit) -> None:
-    """Raises ContextLengthError for more text than the limit, next to the images."""
-    if limit.num_bytes is not None and len(body) > limit.num_bytes:
-        limit = TextLimit(limit.num_bytes + media.num_bytes, limit.max_model_len)
-        await read_json(body, head_of, lambda: limit)
 
 
 def _is_sent(path: str, name: str) -> bool:
