@@ -75,6 +75,9 @@ _decode_form: Final = msgspec.json.Decoder(_Form).decode
 class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
     """A route of any API for chats: its body becomes a `ChatIntent`."""
 
+    formatter: ClassVar[Callable[..., ResponseFormatter]]
+    """Makes the writer of an answer, of the request, its spec and its rules."""
+
     @abstractmethod
     async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[RequestT, ChatIntent]:
         """Decode and check a body. Raises ApiError."""
@@ -82,10 +85,6 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
     async def read_to_count(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
         """Decode and check a body whose prompt is to be counted. Raises ApiError."""
         return (await self.read(body, limit))[1]
-
-    @abstractmethod
-    def formatter(self, request: RequestT, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
-        """Return the writer of an answer."""
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
@@ -117,41 +116,6 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
 
     counted: ClassVar[dict[str, Any]] = {}
     """Further fields of the answer of `count`."""
-
-
-class ChatEndpoint(ConversationEndpoint[ChatRequest]):
-    route, prefix = "chat", "chatcmpl-"
-
-    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[ChatRequest, ChatIntent]:
-        """Read a body of chats, or one of responses: Cursor sends those here, and reads chunks.
-
-        Raises InvalidRequestError.
-        """
-        if not (_INPUT.search(body) and _is_of_responses(body)):
-            request = await CHAT.read(body, limit)
-            return request, request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
-        given = await CHAT_OF_ITEMS.read(body, limit)
-        intent = responses_intent(given)
-        request = ChatRequest(
-            model=given.model,
-            messages=intent.conversation.messages,
-            stream=given.stream,
-            stream_options=converted(given.stream_options or {}, StreamOptions, "stream_options"),
-            service_tier=given.service_tier,
-            logprobs=intent.num_top_logprobs is not None,
-            top_logprobs=intent.num_top_logprobs,
-        )
-        return request, intent
-
-    def formatter(self, request: ChatRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
-        return ChatFormatter(request, spec, rules)
-
-
-def _is_of_responses(body: bytes) -> bool:
-    with contextlib.suppress(ValueError, RecursionError):  # the reader of chats names what is wrong
-        form = _decode_form(body)
-        return bytes(form.messages) == b"null" != bytes(form.input)
-    return False
 
 
 async def chat_spec(
@@ -333,3 +297,35 @@ class ChatFormatter(ChunkFormatter):
                 logprobs = LazyJson(content=content, refusal=None)
             fields = {"index": choice.choice, "message": message.whole(choice.text), "logprobs": logprobs}
             yield self._whole_choice(choice, **fields, finish_reason=self._finish_reason(choice))
+
+
+class ChatEndpoint(ConversationEndpoint[ChatRequest]):
+    route, prefix, formatter = "chat", "chatcmpl-", ChatFormatter
+
+    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[ChatRequest, ChatIntent]:
+        """Read a body of chats, or one of responses: Cursor sends those here, and reads chunks.
+
+        Raises InvalidRequestError.
+        """
+        if not (_INPUT.search(body) and _is_of_responses(body)):
+            request = await CHAT.read(body, limit)
+            return request, request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
+        given = await CHAT_OF_ITEMS.read(body, limit)
+        intent = responses_intent(given)
+        request = ChatRequest(
+            model=given.model,
+            messages=intent.conversation.messages,
+            stream=given.stream,
+            stream_options=converted(given.stream_options or {}, StreamOptions, "stream_options"),
+            service_tier=given.service_tier,
+            logprobs=intent.num_top_logprobs is not None,
+            top_logprobs=intent.num_top_logprobs,
+        )
+        return request, intent
+
+
+def _is_of_responses(body: bytes) -> bool:
+    with contextlib.suppress(ValueError, RecursionError):  # the reader of chats names what is wrong
+        form = _decode_form(body)
+        return bytes(form.messages) == b"null" != bytes(form.input)
+    return False

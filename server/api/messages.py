@@ -55,20 +55,6 @@ _OLDER_NAMES: Final = replace(_NAMES, response_format="output_format")
 _MODES: Final[dict[str, ToolMode]] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 
-class MessagesEndpoint(ConversationEndpoint[MessagesRequest]):
-    route, prefix = "messages", "msg_"
-
-    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[MessagesRequest, ChatIntent]:
-        request = await MESSAGES.read(body, limit)
-        return request, await messages_intent(request, request.max_tokens or 1)
-
-    async def read_to_count(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
-        return await messages_intent(await COUNT_TOKENS.read(body, limit))
-
-    def formatter(self, request: MessagesRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
-        return MessagesFormatter(request, spec.request_id, rules)
-
-
 async def messages_intent(request: CountTokensRequest, max_tokens: int | None = None) -> ChatIntent:
     """Raises InvalidRequestError."""
     messages, dropped = [], list[Ignored]()
@@ -193,8 +179,8 @@ class MessagesFormatter(ResponseFormatter):
 
     ping = _event("ping")
 
-    def __init__(self, request: MessagesRequest, id_: str, rules: OutputRules) -> None:
-        self._id = id_
+    def __init__(self, request: MessagesRequest, spec: GenerationSpec, rules: OutputRules) -> None:
+        self._id = spec.request_id
         self._model = request.model
         self._parser = OutputParser(rules)
         self._shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
@@ -337,3 +323,14 @@ def _input(arguments: str) -> Any:
     except (msgspec.DecodeError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {NOT_JSON: arguments}
+
+
+class MessagesEndpoint(ConversationEndpoint[MessagesRequest]):
+    route, prefix, formatter = "messages", "msg_", MessagesFormatter
+
+    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[MessagesRequest, ChatIntent]:
+        request = await MESSAGES.read(body, limit)
+        return request, await messages_intent(request, request.max_tokens or 1)
+
+    async def read_to_count(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
+        return await messages_intent(await COUNT_TOKENS.read(body, limit))

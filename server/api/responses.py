@@ -34,22 +34,6 @@ _ITEM_TYPES: Final = {"function": "function_call", "custom": "custom_tool_call"}
 _CALL_EVENTS: Final = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
 
 
-class ResponsesEndpoint(ConversationEndpoint[ResponsesRequest]):
-    route, prefix = "responses", "resp_"
-    counted: ClassVar = {"object": "response.input_tokens"}
-
-    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[ResponsesRequest, ChatIntent]:
-        request = await RESPONSES.read(body, limit)
-        return request, responses_intent(request)
-
-    def formatter(self, request: ResponsesRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
-        return ResponsesFormatter(request, spec, rules)
-
-    async def compact(self, http_request: Request) -> Response:
-        """Raises InvalidRequestError: no conversation is stored, so none can be compacted."""
-        raise unsupported("compaction", "is not offered: send a summary of the older items, as a message")
-
-
 class ResponsesFormatter(ResponseFormatter):
     """The response object, or its stream of typed, numbered events. At most one output item is open: the last."""
 
@@ -258,3 +242,16 @@ def _usage(response: ResponseStream) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": usage["total_tokens"],
     }
+
+
+class ResponsesEndpoint(ConversationEndpoint[ResponsesRequest]):
+    route, prefix, formatter = "responses", "resp_", ResponsesFormatter
+    counted: ClassVar = {"object": "response.input_tokens"}
+
+    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[ResponsesRequest, ChatIntent]:
+        request = await RESPONSES.read(body, limit)
+        return request, responses_intent(request)
+
+    async def compact(self, http_request: Request) -> Response:
+        """Raises InvalidRequestError: no conversation is stored, so none can be compacted."""
+        raise unsupported("compaction", "is not offered: send a summary of the older items, as a message")
