@@ -26,7 +26,6 @@ from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, RevisionGoneError, ShuttingDownError, UnavailableError, forget
 from server.event_loop import TimeSlice, sliced
 from server.http.stream import CancelOnDisconnect, KeepAlive, SseWriter, client_of
-from server.metrics import GatewayMetrics
 from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
@@ -122,17 +121,6 @@ class Answer:
         self.response.commit()
         self.prepare = None
 
-    def close(self, account: Account, metrics: GatewayMetrics, elapsed_s: float) -> None:
-        """Write what the request has used into its account, and count it."""
-        response = self.response
-        response.charge(account)
-        account.worker = response.worker_ids()
-        if not self.formatter.shows_output:
-            account.output_tokens = 0
-        metrics.count_use(account.model, account.prompt_tokens, account.cached_tokens, account.output_tokens)
-        if response.finished:
-            metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
-
 
 class GenerateEndpoint(ABC):
     """One generating route: an ASGI app by itself, without Starlette's request and response objects."""
@@ -185,7 +173,8 @@ class GenerateEndpoint(ABC):
                 await self._respond(answer, scope, send)
         finally:
             services.open_responses.discard(response)
-            answer.close(account, self._metrics, time.perf_counter() - context.started_s)
+            shows_output = answer.formatter.shows_output
+            response.close(account, self._metrics, time.perf_counter() - context.started_s, shows_output=shows_output)
             if usage is not None:
                 usage.add_tokens(account.prompt_tokens - num_prompt_tokens + response.num_output_tokens)
 

@@ -154,42 +154,31 @@ class EngineAnswer:
         )
 
     def _take(self, data: bytes, ids: Sequence[int]) -> None:
-        fields = _fields_of(data)
+        request, fields = self._request, _fields_of(data)
+        fields |= {name: value for name, value in request.head.items() if name in fields}
+        self._count(fields)
         if "choices" not in fields:
-            self._count(fields)
-            self._pass(self._with_head(fields))
+            self._pass(fields)
             return
-        request, choices = self._request, _choices_of(fields["choices"])
-        if request.is_read:
-            self._count(fields)
-            kept = [choice for choice in choices if self._keep(choice, ids)]
-            self._pending += map(_read, kept)
-            if len(kept) == 1:
-                self._learn(data, kept[0], fields)
-            return
-        fields = self._with_head(fields)
+        choices = _choices_of(fields["choices"])
         if (self._is_rest or not request.shows_ids) and "prompt_token_ids" in fields:
             fields["prompt_token_ids"] = _NULL
-        self._count(fields)
-        if not choices:
-            self._end(fields)
-            return
         kept = [choice for choice in choices if self._keep(choice, ids)]
-        if not kept:
-            return
-        fields["choices"] = Raw(_encode(kept))
-        is_last = request.call.streams and any(_has(choice, "finish_reason") for choice in kept)
-        if is_last:
-            self._is_plain = False
-        if is_last and request.has_usage and not request.shows_usage:
-            self._held.append(fields)
-        else:
+        if request.is_read:
+            self._pending += map(_read, kept)
+        elif not choices:
+            self._end(fields)
+        elif kept:
+            fields["choices"] = Raw(_encode(kept))
+            is_last = request.call.streams and any(_has(choice, "finish_reason") for choice in kept)
+            if is_last:
+                self._is_plain = False
+            if is_last and request.has_usage and not request.shows_usage:
+                self._held.append(fields)
+                return
             self._pass(fields)
-            if len(choices) == 1 and request.call.streams and "delta" in kept[0]:
-                self._learn(data, kept[0], fields)
-
-    def _with_head(self, fields: dict[str, Raw]) -> dict[str, Raw]:
-        return fields | {name: value for name, value in self._request.head.items() if name in fields}
+        if len(choices) == len(kept) == 1 and request.call.streams and "delta" in kept[0]:
+            self._learn(data, kept[0], fields)
 
     def _keep(self, choice: dict[str, Raw], ids: Sequence[int]) -> bool:
         """Take out what was not asked for. Return False for a choice that is then empty."""

@@ -160,7 +160,9 @@ class Generation:
             except NoWorkerError as error:
                 await self._recover_without_worker(error, full, resumed=resumed)
                 continue
-            self._placed(placement)
+            if self.worker is None or not self.client_has_output:
+                self.worker, self.promised_tokens = placement.worker, placement.promised_tokens
+            self._numerics = placement.worker.numerics
             return placement
 
     def _full_workers(self) -> Refusals:
@@ -190,12 +192,6 @@ class Generation:
             num_tokens = max(request.num_context_tokens, len(self.spec.prompt_ids) + longest + 1)
             request = replace(request, numerics=self._numerics, num_context_tokens=num_tokens)
         return request
-
-    def _placed(self, placement: Placement) -> None:
-        if self.worker is None or not self.client_has_output:
-            self.worker = placement.worker
-            self.promised_tokens = placement.promised_tokens
-        self._numerics = placement.worker.numerics
 
     async def _recover_without_worker(self, error: NoWorkerError, full: Refusals, *, resumed: bool) -> None:
         """Prepare another search for a worker. Raises ApiError if another search cannot help."""

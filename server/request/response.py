@@ -12,6 +12,7 @@ from typing import Final
 
 from server.errors import ShuttingDownError
 from server.http.stream import CancelOnDisconnect
+from server.metrics import GatewayMetrics
 from server.request.choice import ChoiceDelta
 from server.request.request import Deliver, Generation
 from server.schema.grammar_schema import relaxed_header
@@ -58,15 +59,6 @@ class ResponseStream:
     @property
     def finished(self) -> bool:
         return all(generation.finished for generation in self.generations)
-
-    def finish_reasons(self) -> Counter[str]:
-        """Count the finished choices by reason."""
-        reasons = [choice.finish_reason for generation in self.generations for choice in generation.choices]
-        return Counter([reason for reason in reasons if reason is not None])
-
-    def sizes(self) -> list[tuple[int, int]]:
-        """Return the tokens of each prompt, and of its choices together."""
-        return [(each.num_prompt_tokens, each.num_output_tokens) for each in self.generations]
 
     @property
     def first(self) -> Generation:
@@ -117,21 +109,19 @@ class ResponseStream:
         prompt_tokens = sum([len(generation.spec.prompt_ids) for generation in self.generations])
         output_tokens = self.num_output_tokens
         reasoning_tokens = sum(map(_num_reasoning_tokens, self.generations))
+        fetched = sum([Counter(generation.fetched_tokens) for generation in self.generations], Counter())
+        split = {"pool": max(0, self.num_cached_tokens - fetched.total()), **fetched}
+        places = {"headstart": split} if fetched else {}
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": prompt_tokens + output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens, "audio_tokens": 0} | self._places(),
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens, "audio_tokens": 0} | places,
             "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         }
 
-    def _places(self) -> dict[str, object]:
-        fetched = sum([Counter(generation.fetched_tokens) for generation in self.generations], Counter())
-        split = {"pool": max(0, self.num_cached_tokens - fetched.total()), **fetched}
-        return {"headstart": split} if fetched else {}
-
-    def charge(self, account: Account) -> None:
-        """Add the use of every prompt."""
+    def close(self, account: Account, metrics: GatewayMetrics, elapsed_s: float, *, shows_output: bool) -> None:
+        """Write the use of every prompt into the request's account, and count it."""
         account.finished = self.finished
         account.num_prompts = len(self.generations)
         for each in self.generations:
@@ -150,6 +140,13 @@ class ResponseStream:
             account.block_s += -(-(num_tokens + num_output_tokens) // spec.model.bundle.block_size) * times.held_s
             if num_cached:
                 account.add_cached(num_cached, each.fetched_tokens)
+        account.worker = self.worker_ids()
+        account.output_tokens *= shows_output
+        metrics.count_use(account.model, account.prompt_tokens, account.cached_tokens, account.output_tokens)
+        if self.finished:
+            sizes = [(each.num_prompt_tokens, each.num_output_tokens) for each in self.generations]
+            reasons = [str(choice.finish_reason) for each in self.generations for choice in each.choices]
+            metrics.count_answer(self.model, sizes, Counter(reasons), elapsed_s)
 
     def worker_ids(self) -> str:
         """Return the ids of the workers that served the prompts, without duplicates."""

@@ -97,10 +97,8 @@ class Wishes:
     def add_switches(self, switches: Mapping[str, Any], place: str = "") -> None:
         """Add the wishes in the switches of a template."""
         for name, given in switches.items():
-            field, value = (
-                f"{place}chat_template_kwargs.{name}",
-                _BOOLEANS.get(given, given) if isinstance(given, str) else given,
-            )
+            field = f"{place}chat_template_kwargs.{name}"
+            value = _BOOLEANS.get(given, given) if isinstance(given, str) else given
             is_number = isinstance(value, int) and not isinstance(value, bool)
             toggles = [value == on for toggle, on, off in TOGGLES if toggle == name and value in (on, off)]
             if (name in EFFORT_NAMES and value in EFFORTS) or (name in BUDGET_NAMES and is_number):
@@ -120,10 +118,8 @@ class Wishes:
         for name in WORDS:
             value, path = fields.get(name), place + name
             if name == "google":
-                value, path = (
-                    value.get("thinking_config") if isinstance(value, Mapping) else None,
-                    f"{path}.thinking_config",
-                )
+                value = value.get("thinking_config") if isinstance(value, Mapping) else None
+                path = f"{path}.thinking_config"
             if name == "extra_body" and isinstance(value, Mapping) and not place:
                 self.add_words(value, "extra_body.")
                 if isinstance(switches := value.get("chat_template_kwargs"), Mapping):

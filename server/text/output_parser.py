@@ -160,7 +160,7 @@ class OutputParser(TextReader):
                 self.answer_start, self._closing = start, thoughts.ends[0]
                 return
             self.thinking = True
-        self.end_thoughts()
+        self.thinking, self.answer_start = False, self.num_chars - len(self.text)
 
     def _forced(self, name: str) -> Reading:
         while not (self.text or self.ended):

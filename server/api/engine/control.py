@@ -45,7 +45,9 @@ async def check_control_tokens(
 
     `rendered`: the prompt of this body, whose text is the call's; None: it is not known.
     """
-    _check_template(body)
+    kwargs = body.get("chat_template_kwargs")  # a template of the client could write any turn
+    if body.get("chat_template") is not None or (isinstance(kwargs, dict) and kwargs.get("chat_template") is not None):
+        raise unsupported("chat_template", "is not offered: the model's own template is used")
     replaced = await run_sliced(_Replacement(model.tokenizer).of_body(body))
     if replaced == body:
         return
@@ -58,13 +60,6 @@ async def check_control_tokens(
     control_ids = {model.tokenizer.added_tokens.get(token) for token in model.tokenizer.control_tokens}
     if _control(rendered, control_ids) != _control(safe, control_ids):
         raise _refusal()
-
-
-def _check_template(body: dict[str, Any]) -> None:
-    """Refuse a template of the client, which could write any turn."""
-    kwargs = body.get("chat_template_kwargs")
-    if body.get("chat_template") is not None or (isinstance(kwargs, dict) and kwargs.get("chat_template") is not None):
-        raise unsupported("chat_template", "is not offered: the model's own template is used")
 
 
 def _with_any_length(call: EngineCall, body: dict[str, Any]) -> EngineCall:

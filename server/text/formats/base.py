@@ -50,10 +50,6 @@ class TextReader(ABC):
     def emit_content(self, text: str) -> None:
         """Pass on content. White space at its end waits until more content follows."""
 
-    def end_thoughts(self) -> None:
-        self.thinking = False
-        self.answer_start = self.num_chars - len(self.text)
-
     def call_list(self, before: str = "", otherwise: Emit | None = None, *, is_constrained: bool = False) -> Checking:
         """Read a list of calls, which begins with its bracket. Return whether it holds one.
 
