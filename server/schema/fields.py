@@ -1,6 +1,6 @@
 """The parts of request bodies, and the fields that several routes share.
 
-RequestFields            the fields of every route that runs a model
+RequestFields            the fields of every route that runs a model, with those of its CallerFields
 +-- ModelFields          the fields of every generating route, /v1/responses included
     +-- SamplingFields   the fields that chats and completions share: see `server.schema.requests`
 """
@@ -268,7 +268,21 @@ def check_stops(field: str, stops: Sequence[str]) -> None:
         raise invalid(field, f"takes strings of 1 to {MAX_STOP_CHARS} characters")
 
 
-class RequestFields(Struct, kw_only=True):
+class CallerFields(Struct, kw_only=True):
+    """The fields of a body about its caller."""
+
+    cache_salt: str | None = None
+    priority: int | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
+    @property
+    def affinity_key(self) -> str | None:
+        """The body's key for the conversation or user of the request."""
+        return self.prompt_cache_key or self.user
+
+
+class RequestFields(CallerFields, kw_only=True):
     """The fields of every route that runs a model, hints included."""
 
     text_field: ClassVar[str]
@@ -277,7 +291,6 @@ class RequestFields(Struct, kw_only=True):
     model: Annotated[str, Meta(min_length=1, max_length=1024)]
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    user: str | None = None
 
     cache_control: Any = None
     metadata: dict[str, Annotated[str, Meta(max_length=512)]] | None = None
@@ -287,11 +300,6 @@ class RequestFields(Struct, kw_only=True):
     safety_identifier: ShortText | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     store: bool | None = None
-
-    @property
-    def affinity_key(self) -> str | None:
-        """The body's key for the conversation or user of the request."""
-        return self.prompt_cache_key or self.user
 
     @property
     def ignored_hints(self) -> list[str]:

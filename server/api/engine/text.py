@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 from msgspec.structs import replace
 
 from server.api.chat import ChatEndpoint, ConversationEndpoint
@@ -47,7 +47,7 @@ from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import TextLimit, located, read_json, unsupported
 from server.schema.field_table import IGNORED, REFUSED_FIELDS, SENT_FIELDS, SENT_XARGS
-from server.schema.fields import RequestFields, StreamOptions
+from server.schema.fields import CallerFields, RequestFields, StreamOptions
 from server.schema.intent import ChatIntent
 from server.schema.requests import CompletionRequest
 from server.schema.wishes import WORDS
@@ -84,7 +84,7 @@ _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0", b'""'}
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-class _Known(Struct):
+class _Known(CallerFields, kw_only=True):
     """The fields of a body that the gateway needs, of whatever API."""
 
     n: int | None = None
@@ -93,15 +93,7 @@ class _Known(Struct):
     encoding_format: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
     return_token_ids: bool | None = None
-    prompt_cache_key: str | None = None
-    user: str | None = None
-
-    @property
-    def affinity_key(self) -> str | None:
-        return self.prompt_cache_key or self.user
 
 
 class _EngineBody(NamedTuple):

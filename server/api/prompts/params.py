@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -15,7 +15,7 @@ from server.event_loop import TimeSlice
 from server.models.served_model import ServedModel
 from server.request.choice import GenerationSpec
 from server.schema.decoding import invalid
-from server.schema.fields import ModelFields
+from server.schema.fields import CallerFields, ModelFields
 from server.text.detokenizer import TextRules
 from worker.wire import SamplingDefaults, SamplingParams, too_many_ids
 
@@ -30,16 +30,6 @@ _SAME_FIELDS: Final = (
 )
 """Fields with one name in the body, in the model's defaults and on the wire, sent to a worker unchanged."""
 _SEED_MASK: Final = 2**63 - 1  # seeds travel as signed 64-bit numbers
-
-
-class CallerFields(Protocol):
-    """The fields of a body about its caller, of whatever API."""
-
-    cache_salt: str | None
-    priority: int | None
-
-    @property
-    def affinity_key(self) -> str | None: ...
 
 
 def new_spec(id_: str, model: ServedModel, identity: Identity, fields: CallerFields, param: str) -> GenerationSpec:
