@@ -257,7 +257,7 @@ class ChatFormatter(ChunkFormatter):
         parts = self._messages[delta.choice].deltas(delta.text, last=delta.finish_reason is not None)
         if not parts and (delta.entries or (self._token_ids and delta.token_ids)):
             parts = [{"content": ""}]
-        extras: dict[str, Any] = {"token_ids": delta.token_ids}
+        extras: dict[str, Any] = {"token_ids": delta.token_ids} if self._token_ids else {}
         if delta.entries:
             content = list(chat_logprobs(self._token_bytes, delta.entries, self._num_top or 0))
             extras["logprobs"] = {"content": content, "refusal": None}
@@ -272,21 +272,14 @@ class ChatFormatter(ChunkFormatter):
         has_calls = not is_named and self._messages[choice.choice].has_calls(choice.stop_reason)
         return "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
 
-    def _chunk(
-        self,
-        response: ResponseStream,
-        index: int,
-        delta: dict[str, Any],
-        *,
-        logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-        token_ids: list[int] | None = None,
-        **fields: Any,
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _chunk(self, response: ResponseStream, index: int, delta: dict[str, Any], **fields: Any) -> bytes:
+        """Write a chunk of one choice, with further `fields` of it."""
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
+        prompt_ids = choice.pop("prompt_token_ids", None)
         if self._token_ids:
-            choice["token_ids"] = token_ids
-        return sse(encode_json(self._chunk_fields(response, [choice]) | fields))
+            choice.setdefault("token_ids", None)
+        chunk = self._chunk_fields(response, [choice])
+        return sse(encode_json(chunk if prompt_ids is None else chunk | {"prompt_token_ids": prompt_ids}))
 
     def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
         for choice in choices:

@@ -49,26 +49,20 @@ def read_hints(headers: Iterable[tuple[bytes, bytes]]) -> RoutingHints:
     if not found:
         return NO_HINTS
     session = next((value.decode("latin-1") for name in _SESSION_NAMES if (value := found.get(name))), None)
-    return RoutingHints(session, _hard_affinity(found), _ttft_budget_s(found))
-
-
-def _hard_affinity(found: dict[bytes, bytes]) -> bool:
-    value = found.get(AFFINITY.encode(), b"soft")
-    if value not in (b"soft", b"hard"):
-        message = f"{AFFINITY}: give 'soft' or 'hard' instead of {value.decode('latin-1')[:40]!r}."
-        raise InvalidRequestError(message, param=AFFINITY)
-    return value == b"hard"
-
-
-def _ttft_budget_s(found: dict[bytes, bytes]) -> float | None:
-    value = found.get(TTFT_BUDGET.encode())
-    if value is None:
-        return None
+    affinity, budget = found.get(AFFINITY.encode(), b"soft"), found.get(TTFT_BUDGET.encode())
+    if affinity not in (b"soft", b"hard"):
+        raise _wrong(AFFINITY, "'soft' or 'hard'", affinity)
+    if budget is None:
+        return RoutingHints(session, affinity == b"hard")
     try:
-        budget_s = float(value)
+        budget_s = float(budget)
     except ValueError:
         budget_s = math.nan
     if not 0.0 < budget_s < math.inf:
-        message = f"{TTFT_BUDGET}: give seconds, such as 0.5, instead of {value.decode('latin-1')[:40]!r}."
-        raise InvalidRequestError(message, param=TTFT_BUDGET)
-    return budget_s
+        raise _wrong(TTFT_BUDGET, "seconds, such as 0.5,", budget)
+    return RoutingHints(session, affinity == b"hard", budget_s)
+
+
+def _wrong(name: str, wanted: str, value: bytes) -> InvalidRequestError:
+    message = f"{name}: give {wanted} instead of {value.decode('latin-1')[:40]!r}."
+    return InvalidRequestError(message, param=name)

@@ -62,7 +62,7 @@ async def answer_grammar(
     elif formatted is not None and (given := formatted.given_schema) is not None:
         field, schema = given
         schema_param = f"{param}.{field}" if param == "response_format" else f"{param}.schema"
-        _check_size(msgspec.json.encode(schema), schema_param)
+        _check_size(msgspec.json.encode(schema).decode(), schema_param)
         strict = formatted.json_schema is not None and formatted.json_schema.strict is True
     elif formatted is not None and formatted.type == "json_object":
         kind = "json_object"
@@ -145,12 +145,9 @@ def _lark(lines: Sequence[str]) -> Grammar:
     return Grammar("grammar", "\n".join(["%llguidance {}", *lines, ""]))
 
 
-def _check_size(written: str | bytes, param: str) -> None:
+def _check_size(written: str, param: str) -> None:
     """Raises InvalidRequestError."""
-    num_chars = len(written)
-    if num_chars > MAX_SCHEMA_BYTES and isinstance(written, bytes) and num_chars <= 4 * MAX_SCHEMA_BYTES:
-        num_chars = len(written.decode())  # a character takes up to four bytes
-    if num_chars > MAX_SCHEMA_BYTES:
+    if len(written) > MAX_SCHEMA_BYTES:
         raise invalid(param, f"takes at most {MAX_SCHEMA_BYTES} characters of JSON")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ from server.request.choice import GenerationSpec
 from server.schema.decoding import invalid
 from server.schema.fields import CallerFields, ModelFields
 from server.text.detokenizer import TextRules
-from worker.wire import SamplingDefaults, SamplingParams, too_many_ids
+from worker.wire import SamplingParams, too_many_ids
 
 MAX_BAD_WORDS_CHARS: Final = 1 << 18
 """The limit for all bad words of a request together."""
@@ -61,19 +61,20 @@ def choice_seeds(seed: int | None, num_choices: int) -> tuple[int, ...]:
 
 
 async def with_sampling(
-    given: SamplingParams, request: ModelFields, model: ServedModel, num_choices: int
+    known: SamplingParams, request: ModelFields, model: ServedModel, num_choices: int
 ) -> SamplingParams:
     """Add the client's values, else the model's defaults, to a worker's parameters. Raises InvalidRequestError."""
     vocab_size, defaults = model.bundle.vocab_size, model.bundle.sampling_defaults
     allowed = request.allowed_token_ids
+    both = [(name, getattr(given, name, None)) for given in (defaults, request) for name in _SAME_FIELDS]
     params = replace(
-        given,
+        known,
         top_k=max(0, (defaults.top_k or 0) if request.top_k is None else request.top_k),
         logit_bias=await _logit_bias(request.logit_bias, vocab_size) if request.logit_bias else (),
         bad_words=await _bad_words(request.bad_words, model) if request.bad_words else (),
         allowed_token_ids=in_vocabulary(dict.fromkeys(allowed), vocab_size, "allowed_token_ids") if allowed else None,
         stop_token_ids=in_vocabulary(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
-        **{name: value for name in _SAME_FIELDS if (value := _value(request, defaults, name)) is not None},
+        **{name: value for name, value in both if value is not None},
     )
     lists = (allowed, request.logit_bias, request.bad_words, request.stop_token_ids)
     if any(lists) and (problem := too_many_ids(params, num_choices)) is not None:
@@ -88,12 +89,6 @@ def in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tupl
     if ids and max(ids) >= vocab_size:
         raise invalid(param, f"has token ids from 0 to {vocab_size - 1}, got {next(i for i in ids if i >= vocab_size)}")
     return ids
-
-
-def _value(request: ModelFields, defaults: SamplingDefaults, name: str) -> Any:
-    """Return the client's value of a field, else the model's default, if it has one."""
-    value = getattr(request, name)
-    return getattr(defaults, name, None) if value is None else value
 
 
 def text_rules(
