@@ -237,9 +237,9 @@ class ChatFormatter(ChunkFormatter):
         events, index = b"", delta.choice
         if index not in self._messages:
             self._messages[index] = ChoiceMessage(self._rules)
-            prompt_ids, content = response.first.spec.prompt_ids, None if self._rules.only_calls else ""
-            fields: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)} if self._token_ids and index == 0 else {}
-            events = self._chunk(response, index, {"role": "assistant", "content": content}, **fields)
+            prompt = list(response.first.spec.prompt_ids) if self._token_ids and index == 0 else None
+            content = None if self._rules.only_calls else ""
+            events = self._chunk(response, index, {"role": "assistant", "content": content}, prompt)
         if not self._plain:
             events += self._parsed_events(response, delta)
         elif delta.text:
@@ -272,14 +272,15 @@ class ChatFormatter(ChunkFormatter):
         has_calls = not is_named and self._messages[choice.choice].has_calls(choice.stop_reason)
         return "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
 
-    def _chunk(self, response: ResponseStream, index: int, delta: dict[str, Any], **fields: Any) -> bytes:
-        """Write a chunk of one choice, with further `fields` of it."""
+    def _chunk(
+        self, response: ResponseStream, index: int, delta: dict[str, Any], prompt: object = None, **fields: Any
+    ) -> bytes:
+        """Write a chunk of one choice, with further `fields` of it, and the ids of the `prompt`."""
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
-        prompt_ids = choice.pop("prompt_token_ids", None)
         if self._token_ids:
             choice.setdefault("token_ids", None)
         chunk = self._chunk_fields(response, [choice])
-        return sse(encode_json(chunk if prompt_ids is None else chunk | {"prompt_token_ids": prompt_ids}))
+        return sse(encode_json(chunk if prompt is None else chunk | {"prompt_token_ids": prompt}))
 
     def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
         for choice in choices:
