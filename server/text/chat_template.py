@@ -116,7 +116,8 @@ class ChatTemplate:
         names = conversation.names
         messages = yield from template_messages(conversation, knows_developer=self._knows_developer, joint=self._joint)
         tools = template_tools(conversation.tools, sorts_schemas=self.sorts_schemas)
-        tool_repairs = self._fill(tools or [])
+        given, tools = tools, filled(tools) if self.shapes.fills_tools else tools
+        tool_repairs = () if tools == given else ("tool-fields",)
         kwargs, wish_repairs, ignored = self._switches(conversation)
         switches = kwargs
         digits = ""
@@ -157,15 +158,6 @@ class ChatTemplate:
 
     def _prepared(self, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None) -> Sequence[Turn]:
         return messages if self.takes_tools else with_tools(messages, tools or [])
-
-    def _fill(self, tools: list[dict[str, Any]]) -> Sequence[str]:
-        """Give each tool the fields that the template needs, in place, and return the repair's name."""
-        given = [tool["function"] for tool in tools]
-        if not self.shapes.fills_tools or (functions := list(map(filled, given))) == given:
-            return ()
-        for tool, function in zip(tools, functions, strict=True):
-            tool["function"] = function
-        return ("tool-fields",)
 
     def _found(self, finding: Finding[Any]) -> Any:
         """Return what probes find."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -131,10 +131,18 @@ def repaired(shapes: Shapes, turns: Iterable[Turn], *, has_tools: bool) -> tuple
     return repairing, tuple(found)
 
 
-def filled(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function as a tool, with a description and parameters."""
+def filled(tools: Any) -> Any:
+    """Return the tools with descriptions and parameters. Those of another form are kept."""
+    if not isinstance(tools, list):
+        return tools
+    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in tools]
     absent = {"description": "", "parameters": {"type": "object", "properties": {}}}
-    return {**tool, **{name: value for name, value in absent.items() if tool.get(name) is None}}
+    return [
+        {**tool, "function": {**given, **{key: each for key, each in absent.items() if given.get(key) is None}}}
+        if isinstance(given, dict)
+        else tool
+        for tool, given in zip(tools, functions, strict=True)
+    ]
 
 
 def _with_call_forms(shapes: Shapes, turn: Turn, found: dict[str, None]) -> Turn:

@@ -62,7 +62,7 @@ class EngineShapes:
         if turns is None:
             return fields, ()
         tools = decoded(fields.get("tools"))
-        filled_tools = _filled(tools)
+        filled_tools = filled(tools)
         choices = [replace(_ALL, counts_tools=counts) for counts in (False, True)]
         possible = {name for shapes in choices for name in repaired(shapes, turns, has_tools=True)[1]}
         has_marks = any(bracket in encode_json(turns).decode() for bracket in (OPEN, CLOSE))
@@ -175,15 +175,6 @@ def _turns(fields: Mapping[str, Any]) -> list[Turn] | None:
         if (thoughts := turns[-1].pop("reasoning", None)) is not None:  # which vLLM reads first
             turns[-1]["reasoning_content"] = thoughts
     return turns
-
-
-def _filled(tools: Any) -> Any:
-    """Return the tools with descriptions and parameters. Tools that the engine refuses are kept."""
-    if not isinstance(tools, list):
-        return tools
-    is_known = [isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools]
-    pairs = zip(tools, is_known, strict=True)
-    return [{**tool, "function": filled(tool["function"])} if known else tool for tool, known in pairs]
 
 
 def _is_content(value: Any) -> bool:

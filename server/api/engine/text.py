@@ -240,17 +240,16 @@ class EngineTexts:
 
     async def _prompt(self, call: EngineCall, sent: dict[str, Any], asked: _EngineBody) -> Rendered:
         """Return the prompt of a call, without control tokens of the client. Raises ApiError."""
-        model, gateway_prompt = asked.model, None
-        if call.path == CHAT_PATH and not asked.media.images:
-            gateway_prompt = await self._prompts.render(sent, model)
-        rendered = gateway_prompt or await self._renderer.rendered(call, asked.media, model)
-        if gateway_prompt is None and call.path != COMPLETIONS_PATH and not self._config.control_tokens_in_content:
-            render = partial(self._renderer.render, model=model, has_images=bool(asked.media.images))
+        model, has_images = asked.model, bool(asked.media.images)
+        if call.path == CHAT_PATH and not has_images and (prompt := await self._prompts.render(sent, model)):
+            return prompt
+        rendered = await self._renderer.rendered(call, asked.media, model)
+        if call.path != COMPLETIONS_PATH and not self._config.control_tokens_in_content:
+            render = partial(self._renderer.render, model=model, has_images=has_images)
             body = {name: decoded(value) for name, value in sent.items()}
-            if asked.media.images:  # which the engine need not read again
-                await check_control_tokens(call, with_small_images(body), None, model, render)
-            else:
-                await check_control_tokens(call, body, rendered, model, render)
+            if has_images:  # which the engine need not read again
+                body = with_small_images(body)
+            await check_control_tokens(call, body, None if has_images else rendered, model, render)
         return rendered
 
 
