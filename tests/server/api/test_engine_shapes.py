@@ -197,14 +197,8 @@ async def test_an_engine_gets_the_nearest_effort() -> None:
 
 
 def _model(**fields: Any) -> Any:
-    given: dict[str, Any] = {
-        "fingerprint": "f",
-        "template": None,
-        "name": "fleet",
-        "adapter": "",
-        "template_kwargs": {},
-    }
-    return SimpleNamespace(**given | {"forced_kwargs": {}} | fields)
+    switches: dict[str, Any] = {"template_kwargs": {}, "forced_kwargs": {}, "adapter": ""}
+    return SimpleNamespace(fingerprint="f", template=None, name="fleet", **switches | fields)
 
 
 def _shapes(render: Any) -> EngineShapes:
