@@ -81,6 +81,12 @@ class CompletionEndpoint(GenerateEndpoint):
         )
         echoes: list[str] = []
 
+        async def encode(prompt: Prompt) -> Sequence[int]:
+            if isinstance(prompt, str):
+                return await limits.prompt_tokens(prompt, model, add_bos=request.add_special_tokens is not False)
+            params.in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
+            return limits.truncated(prompt)
+
         def finish_spec(spec: GenerationSpec, prompt: Prompt, num_tokens_so_far: int) -> GenerationSpec:
             _check_logprobs(num_tokens_so_far, sampling, model)
             if request.echo:
@@ -88,7 +94,7 @@ class CompletionEndpoint(GenerateEndpoint):
             own = replace(sampling, max_tokens=limits.token_budget(model, len(spec.prompt_ids)))
             return replace(spec, sampling=own, seeds=params.choice_seeds(request.seed, num_sampled))
 
-        specs = await batch_specs(shared, prompts, partial(_prompt_ids, request, limits, model), finish_spec)
+        specs = await batch_specs(shared, prompts, encode, finish_spec)
         formatter = CompletionFormatter(request, shared, echoes, num_sampled)
         return PreparedRequest(specs, formatter, bool(request.stream))
 
@@ -110,15 +116,6 @@ def _check_logprobs(num_tokens_so_far: int, params: SamplingParams, model: Serve
     if num_tokens_so_far * num_asked > max(MAX_ECHOED_LOGPROBS, model.max_model_len * num_asked):
         why = f"gives at most {MAX_ECHOED_LOGPROBS} values for prompts: ask for fewer, or send several requests"
         raise invalid("logprobs", why)
-
-
-async def _prompt_ids(
-    request: CompletionRequest, limits: TokenLimits, model: ServedModel, prompt: Prompt
-) -> Sequence[int]:
-    if isinstance(prompt, str):
-        return await limits.prompt_tokens(prompt, model, add_bos=request.add_special_tokens is not False)
-    params.in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
-    return limits.truncated(prompt)
 
 
 class CompletionFormatter(ChunkFormatter):

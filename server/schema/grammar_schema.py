@@ -59,7 +59,7 @@ async def grammar_schema(given: Node, param: str, *, strict: bool, name: str = "
     references, time_slice, relaxed = References(), TimeSlice(), list[str]()
 
     def relax(path: Path, node: Node, keyword: str) -> None:
-        field = _field_name(param, (*path, keyword))
+        field = param + "".join(map(_step, (*path, keyword)))
         if strict and not _is_float_limit(node[keyword]):
             raise invalid(field, "cannot be enforced by a grammar: leave it out, or leave strict out")
         relaxed.append(field)
@@ -214,12 +214,8 @@ def _written(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _field_name(param: str, path: Path) -> str:
-    """Write a path in a schema as a field of the request."""
-    return param + "".join(map(_step, path))
-
-
 def _step(step: str) -> str:
+    """Write a step of a path in a schema as a part of a field's name."""
     if step.isascii() and step.replace("$", "_").replace("-", "_").isidentifier():
         return f".{step[:64]}"
     return f"[{step[:64] if step.isascii() and step.isdecimal() else json.dumps(step[:64])}]"
