@@ -75,24 +75,20 @@ class _Tool(Struct, forbid_unknown_fields=True, kw_only=True):
     function: _Function
 
 
-class _Kwargs(Struct, forbid_unknown_fields=True):
-    enable_thinking: bool | None = None
-
-
 class _Prompt(Struct, forbid_unknown_fields=True):
     """The fields for which there are probes. A body with any other field is rendered by the engine."""
 
     messages: list[_Message]
     tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    chat_template_kwargs: _Kwargs | None = None
+    chat_template_kwargs: dict[Literal["enable_thinking"], bool | None] | None = None
     reasoning_effort: str | None = None
 
     def shapes(self) -> set[str]:
         """Return the shapes that the body has, by their names in `CHAT_PROBES`."""
         calls = [call for message in self.messages for call in message.tool_calls or ()]
         tools, choice = [tool.function for tool in self.tools or ()], self.tool_choice
-        thinks = self.chat_template_kwargs and self.chat_template_kwargs.enable_thinking
+        thinks = (self.chat_template_kwargs or {}).get("enable_thinking")
         has_parts = any(isinstance(message.content, list) for message in self.messages)
         has_calls = bool(calls) or any(message.role == "tool" for message in self.messages)
         ending = WITH_TOOLS if tools else ""
