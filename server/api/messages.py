@@ -161,8 +161,7 @@ def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
 
 
 def _wishes(request: CountTokensRequest) -> Wishes:
-    thinking, wishes = request.thinking, Wishes()
-    wishes.add_switches(request.chat_template_kwargs or {})
+    thinking, wishes = request.thinking, Wishes(request.chat_template_kwargs)
     if thinking is not None:
         wishes.add({"type": thinking.type, "budget_tokens": thinking.budget_tokens}, "thinking")
     if request.output_config is not None and request.output_config.effort is not None:

@@ -80,8 +80,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     @property
     def wishes(self) -> Wishes:
         """Raises InvalidRequestError."""
-        wishes = Wishes()
-        wishes.add_switches(self.chat_template_kwargs or {})
+        wishes = Wishes(self.chat_template_kwargs)
         wishes.add_words({name: getattr(self, name) for name in WORDS})
         return wishes
 

@@ -61,7 +61,8 @@ class Wish(NamedTuple):
 class Wishes:
     """The wishes of a request, with the fields that hold them. Of two for the same, the first one counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, switches: Mapping[str, Any] | None = None) -> None:
+        """`switches`: those of a template."""
         self._values: dict[str, Any] = {}
         self.fields: dict[str, str] = {}
         """By the parts of a `Wish`."""
@@ -69,6 +70,7 @@ class Wishes:
         """Those of a template's switches that hold a wish."""
         self.unread: list[str] = []
         """Fields that hold something else, which no template reads."""
+        self.add_switches(switches or {})
 
     @property
     def wish(self) -> Wish:

@@ -95,9 +95,7 @@ class EngineShapes:
         if not isinstance(kwargs, dict):  # the engine refuses it in its own words
             return fields, (), ()
         if wishes is None:
-            given = {each: value for each, value in kwargs.items() if model.template_kwargs.get(each) != value}
-            wishes = Wishes()
-            wishes.add_switches(given)
+            wishes = Wishes({each: value for each, value in kwargs.items() if model.template_kwargs.get(each) != value})
             if (asked := decoded(fields.get(EFFORT))) in EFFORTS:
                 wishes.add(asked, EFFORT)
             wishes.add_words({word: decoded(fields.get(word)) for word in WORDS if word != EFFORT})

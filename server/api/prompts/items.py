@@ -62,8 +62,7 @@ def responses_intent(request: ResponsesRequest) -> ChatIntent:
     tool_set = make_tool_set([*read_tools(request.tools or (), nested=False), *_tools_of_items(request.input)])
     mode, tools, named = tool_set.chosen(read_choice(request.tool_choice, tool_set, nested=False))
     messages, dropped = messages_of_items(request, tool_set)
-    wishes = Wishes()
-    wishes.add_switches(request.chat_template_kwargs or {})
+    wishes = Wishes(request.chat_template_kwargs)
     if request.reasoning is not None and request.reasoning.effort is not None:
         wishes.add(request.reasoning.effort, "reasoning.effort")
     conversation = Conversation(
