@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from server.errors import InvalidRequestError
 from server.schema.decoding import LARGE_BODY_BYTES, TextLimit, invalid, read_json, unsupported
 from server.schema.field_table import REFUSED_FIELDS, FieldRefusal
 from server.schema.fields import (
@@ -261,7 +260,8 @@ BodyT = TypeVar("BodyT", bound=RequestFields)
 class NeutralValue:
     """The type of a refused field: it accepts only the values that change nothing."""
 
-    neutral: ClassVar[tuple[Any, ...]] = ()
+    name: ClassVar[str]
+    refusal: ClassVar[FieldRefusal]
 
 
 class BodyDecoder(Generic[BodyT]):
@@ -275,7 +275,7 @@ class BodyDecoder(Generic[BodyT]):
         }
         self._text_field = kind.text_field
         fields = [
-            (name, type("NeutralValue", (NeutralValue,), {"neutral": refusal.neutral}) | None, None)
+            (name, type("NeutralValue", (NeutralValue,), {"name": name, "refusal": refusal}) | None, None)
             for name, refusal in self.refused.items()
         ]
         decoded = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
@@ -285,12 +285,7 @@ class BodyDecoder(Generic[BodyT]):
     async def read(self, body: bytes, text_limit: Callable[[], TextLimit]) -> BodyT:
         """Return a checked request. A large one yields to the event loop between steps. Raises InvalidRequestError."""
         is_large = len(body) >= LARGE_BODY_BYTES
-        try:
-            request: BodyT = await read_json(body, self._decode, text_limit, self._text_field)
-        except InvalidRequestError as error:
-            if error.param is not None and (refusal := self.refused.get(error.param)) is not None:
-                raise unsupported(error.param, refusal.why, refusal.details) from None
-            raise
+        request: BodyT = await read_json(body, self._decode, text_limit, self._text_field)
         if is_large:
             await asyncio.sleep(0)
         request.check()
@@ -299,12 +294,12 @@ class BodyDecoder(Generic[BodyT]):
         return request
 
 
-def _accept_neutral(kind: type, value: object) -> NeutralValue:
+def _accept_neutral(kind: Any, value: object) -> Any:
     if isinstance(value, dict):  # null equals absent
         value = {name: item for name, item in value.items() if item is not None}
-    if issubclass(kind, NeutralValue) and value in kind.neutral:
-        return kind()
-    raise ValueError("not offered")
+    if value not in kind.refusal.neutral:
+        raise unsupported(kind.name, kind.refusal.why, kind.refusal.details)
+    return kind()
 
 
 def batch_of(prompts: str | list[Any] | None, param: str) -> list[str | list[int]]:
