@@ -14,7 +14,7 @@ import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -56,7 +56,6 @@ from server.text.template_input import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, tex
 from worker.common.capabilities import CHAT as CHAT_PATH
 from worker.wire import SamplingParams
 
-RequestT = TypeVar("RequestT", bound=ModelFields)
 _INPUT: Final = re.compile(rb'"input"\s*:')
 """A field at any depth: in a text, the quotes would be escaped."""
 _NULL: Final = msgspec.Raw(b"null")
@@ -72,23 +71,24 @@ class _Form(msgspec.Struct):
 _decode_form: Final = msgspec.json.Decoder(_Form).decode
 
 
-class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
+class ConversationEndpoint(GenerateEndpoint):
     """A route of any API for chats: its body becomes a `ChatIntent`."""
 
     formatter: ClassVar[Callable[..., ResponseFormatter]]
     """Makes the writer of an answer, of the request, its spec and its rules."""
 
     @abstractmethod
-    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[RequestT, ChatIntent]:
+    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
         """Decode and check a body. Raises ApiError."""
 
     async def read_to_count(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
         """Decode and check a body whose prompt is to be counted. Raises ApiError."""
-        return (await self.read(body, limit))[1]
+        return await self.read(body, limit)
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
-            request, intent = await self.read(body, self._models.text_limit)
+            intent = await self.read(body, self._models.text_limit)
+            request = intent.fields
             self._services.ignored_tools.take(intent)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
@@ -293,29 +293,27 @@ class ChatFormatter(ChunkFormatter):
             yield self._whole_choice(choice, **fields, finish_reason=self._finish_reason(choice))
 
 
-class ChatEndpoint(ConversationEndpoint[ChatRequest]):
+class ChatEndpoint(ConversationEndpoint):
     route, prefix, formatter = "chat", "chatcmpl-", ChatFormatter
 
-    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[ChatRequest, ChatIntent]:
+    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
         """Read a body of chats, or one of responses: Cursor sends those here, and reads chunks.
 
         Raises InvalidRequestError.
         """
         if not (_INPUT.search(body) and _is_of_responses(body)):
             request = await CHAT.read(body, limit)
-            return request, request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
+            return request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
         given = await CHAT_OF_ITEMS.read(body, limit)
         intent = responses_intent(given)
         request = ChatRequest(
-            model=given.model,
+            **{name: getattr(given, name) for name in ModelFields.__struct_fields__},
             messages=intent.conversation.messages,
-            stream=given.stream,
             stream_options=converted(given.stream_options or {}, StreamOptions, "stream_options"),
-            service_tier=given.service_tier,
             logprobs=intent.num_top_logprobs is not None,
             top_logprobs=intent.num_top_logprobs,
         )
-        return request, intent
+        return dataclasses.replace(intent, fields=request)
 
 
 def _is_of_responses(body: bytes) -> bool:

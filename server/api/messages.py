@@ -324,12 +324,12 @@ def _input(arguments: str) -> Any:
     return value if isinstance(value, dict) else {NOT_JSON: arguments}
 
 
-class MessagesEndpoint(ConversationEndpoint[MessagesRequest]):
+class MessagesEndpoint(ConversationEndpoint):
     route, prefix, formatter = "messages", "msg_", MessagesFormatter
 
-    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[MessagesRequest, ChatIntent]:
+    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
         request = await MESSAGES.read(body, limit)
-        return request, await messages_intent(request, request.max_tokens or 1)
+        return await messages_intent(request, request.max_tokens or 1)
 
     async def read_to_count(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
         return await messages_intent(await COUNT_TOKENS.read(body, limit))

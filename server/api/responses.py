@@ -244,13 +244,12 @@ def _usage(response: ResponseStream) -> dict[str, Any]:
     }
 
 
-class ResponsesEndpoint(ConversationEndpoint[ResponsesRequest]):
+class ResponsesEndpoint(ConversationEndpoint):
     route, prefix, formatter = "responses", "resp_", ResponsesFormatter
     counted: ClassVar = {"object": "response.input_tokens"}
 
-    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> tuple[ResponsesRequest, ChatIntent]:
-        request = await RESPONSES.read(body, limit)
-        return request, responses_intent(request)
+    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
+        return responses_intent(await RESPONSES.read(body, limit))
 
     async def compact(self, http_request: Request) -> Response:
         """Raises InvalidRequestError: no conversation is stored, so none can be compacted."""

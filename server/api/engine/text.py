@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -109,8 +109,6 @@ class _EngineBody(NamedTuple):
     media: Media
     intent: ChatIntent | None
     """The chat that a body of another API asks for."""
-    formatter: Callable[[GenerationSpec], ResponseFormatter] | None
-    """Returns the writer of that API's answer."""
 
 
 _known_of: Final = msgspec.json.Decoder(_Known, strict=False).decode
@@ -139,7 +137,7 @@ class EngineTexts:
         `endpoint` reads a body of another API than the engine's as a chat, and writes its answer.
         `counts`: only the prompt is wanted, whatever length the answer should have.
         """
-        dialect: ConversationEndpoint[Any] | None = None
+        dialect: ConversationEndpoint | None = None
         path = ENGINE_PATHS.get(path, path)
         if isinstance(endpoint, ConversationEndpoint) and not isinstance(endpoint, ChatEndpoint):
             dialect, path = endpoint, CHAT_PATH
@@ -166,15 +164,17 @@ class EngineTexts:
             asked = asked._replace(known=replace(asked.known, max_tokens=num_tokens))
             call = replace(call, body=encode_json(sent | {"max_completion_tokens": num_tokens}))
         spec = _spec(response_id(endpoint.prefix), call, asked, identity, rendered)
-        formatter = EngineFormatter() if asked.formatter is None else asked.formatter(spec)
-        return PreparedRequest((spec,), formatter, call.streams)
+        if dialect is None or asked.intent is None or counts:
+            return PreparedRequest((spec,), EngineFormatter(), call.streams)
+        rules = OutputRules(client_names=asked.intent.tool_set.names, parallel=asked.intent.parallel_tool_calls)
+        return PreparedRequest((spec,), dialect.formatter(asked.intent.fields, spec, rules), call.streams)
 
     async def has_other_template(self, model: ServedModel) -> bool:
         """Return whether the model's engines render chats otherwise than the gateway."""
         return bool(self._renderer.digests(model)) and not await self._prompts.shares_template(model)
 
     async def _read(
-        self, path: str, body: bytes, identity: Identity, dialect: ConversationEndpoint[Any] | None, *, counts: bool
+        self, path: str, body: bytes, identity: Identity, dialect: ConversationEndpoint | None, *, counts: bool
     ) -> _EngineBody | None:
         """Decode and check a body. None: the gateway writes the text itself. Raises ApiError."""
         limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
@@ -187,16 +187,10 @@ class EngineTexts:
             return None
         CURRENT.get().name_model(model.name)
         rules = self._config if {path, IMAGES} <= model.facts.capabilities and path == CHAT_PATH else None
-        intent, formatter = None, None
+        intent = None
         if dialect is not None:
             with_room = limit if rules is None else lambda: with_images(limit(), self._config)
-            if counts:
-                intent = await dialect.read_to_count(body, with_room)
-            else:
-                request, intent = await dialect.read(body, with_room)
-                names, parallel = intent.tool_set.names, intent.parallel_tool_calls
-                output_rules = OutputRules(client_names=names, parallel=parallel)
-                formatter = partial(dialect.formatter, request, rules=output_rules)
+            intent = await (dialect.read_to_count if counts else dialect.read)(body, with_room)
             if rules is not None:
                 keep_images(intent.conversation.messages)
             self._ignored_tools.take(intent)
@@ -215,7 +209,7 @@ class EngineTexts:
         if (num_bytes := limit().num_bytes) is not None and len(body) > num_bytes:  # of text and images
             text_limit = TextLimit(num_bytes + media.num_bytes, limit().max_model_len)
             await read_json(body, head_of, lambda: text_limit)
-        return _EngineBody(path, name, model, known, fields, media, intent, formatter)
+        return _EngineBody(path, name, model, known, fields, media, intent)
 
     async def _repaired(self, asked: _EngineBody) -> dict[str, Any]:
         """Return the body for the engine, in a shape that its template takes. Name what is left out of it."""
