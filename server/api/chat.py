@@ -141,7 +141,7 @@ async def chat_spec(
         prompt_ids=prompt_ids,
         seeds=params.choice_seeds(fields.seed, intent.num_choices),
         sampling=await params.with_sampling(sampling, fields, model, intent.num_choices),
-        rules=params.text_rules(fields, intent.stops, model, rules.markers(), shows_special=rules.shows_special),
+        rules=params.text_rules(fields, intent.stops, model, rules),
         grammar_param=constraint.param,
         relaxed=constraint.relaxed,
         clamps_max_tokens=limits.clamps or limits.max_tokens is None,

@@ -33,6 +33,7 @@ from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import invalid
 from server.schema.requests import COMPLETION, CompletionRequest, batch_of
+from server.text.output_parser import OutputRules
 from worker.wire import SamplingParams, TokenLogprobs
 
 MAX_CHOICES: Final = 1024
@@ -74,7 +75,7 @@ class CompletionEndpoint(GenerateEndpoint):
             params.new_spec(response_id(self.prefix), model, identity, request, "prompt"),
             seeds=params.choice_seeds(request.seed, num_sampled),
             sampling=sampling,
-            rules=params.text_rules(request, request.stop_strings, model),
+            rules=params.text_rules(request, request.stop_strings, model, OutputRules()),
             grammar_param=constraint.param,
             relaxed=constraint.relaxed,
             clamps_max_tokens=clamps,

@@ -55,7 +55,7 @@ _OLDER_NAMES: Final = replace(_NAMES, response_format="output_format")
 _MODES: Final[dict[str, ToolMode]] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 
-async def messages_intent(request: CountTokensRequest, max_tokens: int | None = None) -> ChatIntent:
+async def messages_intent(request: CountTokensRequest) -> ChatIntent:
     """Raises InvalidRequestError."""
     messages, dropped = [], list[Ignored]()
     if request.system:
@@ -84,7 +84,7 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         conversation=conversation,
         fields=request,
         stops=tuple(request.stop_sequences or ()),
-        max_tokens=max_tokens,
+        max_tokens=(request.max_tokens or 1) if isinstance(request, MessagesRequest) else None,
         clamps_max_tokens=True,
         tool_mode=mode,
         named_tool=named,
@@ -328,8 +328,7 @@ class MessagesEndpoint(ConversationEndpoint):
     route, prefix, formatter = "messages", "msg_", MessagesFormatter
 
     async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
-        request = await MESSAGES.read(body, limit)
-        return await messages_intent(request, request.max_tokens or 1)
+        return await messages_intent(await MESSAGES.read(body, limit))
 
     async def read_to_count(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
         return await messages_intent(await COUNT_TOKENS.read(body, limit))

@@ -160,7 +160,7 @@ async def chat_for(path: str, body: Mapping[str, Any]) -> bytes:
     raw = json.dumps(body).encode()
     if path == PATHS[0]:
         request = await MESSAGES.read(raw, TextLimit)
-        intent = await messages_intent(request, request.max_tokens)
+        intent = await messages_intent(request)
     else:
         intent = responses_intent(await RESPONSES.read(raw, TextLimit))
     conversation, _ = conversation_without_line(intent.conversation)

@@ -17,6 +17,7 @@ from server.request.choice import GenerationSpec
 from server.schema.decoding import invalid
 from server.schema.fields import CallerFields, ModelFields
 from server.text.detokenizer import TextRules
+from server.text.output_parser import OutputRules
 from worker.wire import SamplingParams, too_many_ids
 
 MAX_BAD_WORDS_CHARS: Final = 1 << 18
@@ -91,25 +92,15 @@ def in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tupl
     return ids
 
 
-def text_rules(
-    request: ModelFields,
-    stops: tuple[str, ...],
-    model: ServedModel,
-    markers: tuple[str, ...] = (),
-    *,
-    shows_special: bool = False,
-) -> TextRules:
-    """Return how tokens become text. `markers`: texts of special tokens that a parser has to see.
-
-    `shows_special`: show all special tokens, even with `skip_special_tokens`.
-    """
+def text_rules(request: ModelFields, stops: tuple[str, ...], model: ServedModel, parser: OutputRules) -> TextRules:
+    """Return how tokens become text, with the special tokens that the parser has to see."""
     terminal = frozenset(request.stop_token_ids or ())
     return TextRules(
         stops=stops,
         include_stop=bool(request.include_stop_str_in_output),
-        skip_special=request.skip_special_tokens is not False and not shows_special,
+        skip_special=request.skip_special_tokens is not False and not parser.shows_special,
         terminal_ids=terminal if request.ignore_eos else terminal | model.tokenizer.eos_ids,
-        shown_ids=model.tokenizer.shown_ids(markers),
+        shown_ids=model.tokenizer.shown_ids(parser.markers()),
     )
 
 

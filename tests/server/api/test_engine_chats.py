@@ -33,7 +33,7 @@ async def chat(path: str, *messages: dict[str, Any], images: bool = False, **fie
     if path == "/v1/responses":
         intent = responses_intent(await RESPONSES.read(raw, TextLimit))
     else:
-        intent = await messages_intent(await MESSAGES.read(raw, TextLimit), 50)
+        intent = await messages_intent(await MESSAGES.read(raw, TextLimit))
     if images:
         keep_images(intent.conversation.messages)
     made: dict[str, Any] = json.loads(chat_of(intent))
