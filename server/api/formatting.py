@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, ClassVar, Final
@@ -151,8 +151,8 @@ class ChunkFormatter(ResponseFormatter):
         return response.usage()
 
 
-def json_response(value: object, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(encode_json(value), media_type="application/json", headers=headers)
+def json_response(value: object) -> Response:
+    return Response(encode_json(value), media_type="application/json")
 
 
 def response_id(prefix: str) -> str:
