@@ -80,15 +80,14 @@ class CustomFormat(Struct, kw_only=True):
     syntax: Literal["lark", "regex"] | None = None
     definition: str | None = None
 
-    def given(self, path: str) -> GrammarDefinition | None:
+    def given(self, path: str) -> Grammar | None:
         """Raises InvalidRequestError; `path` is the format's."""
         if self.type == "text":
             return None
-        if self.grammar is not None:
-            return self.grammar
-        if self.syntax is None or self.definition is None:
+        given = self.grammar or self
+        if given.syntax is None or given.definition is None:
             raise invalid(path, "of type grammar needs syntax (lark or regex) and definition")
-        return GrammarDefinition(syntax=self.syntax, definition=self.definition)
+        return Grammar("grammar" if given.syntax == "lark" else "regex", given.definition)
 
 
 class ToolDefinition(FunctionDefinition, kw_only=True):
@@ -111,7 +110,7 @@ class ToolSpec:
     field: str
     name: ToolName
     definition: ToolDefinition
-    grammar: GrammarDefinition | None = None
+    grammar: Grammar | None = None
     preface: str = ""
     """The description of its namespace, if this is the first tool in it."""
 
@@ -122,9 +121,10 @@ class ToolSpec:
         if self.name.kind == "custom":
             text: dict[str, Any] = {"type": "string", "description": _PAYLOAD}
             if self.grammar is not None:
-                parts.append(f"`{INPUT}` is text of this {self.grammar.syntax} grammar:\n{self.grammar.definition}")
-                if self.grammar.syntax == "regex":
-                    text["pattern"] = f"^(?:{self.grammar.definition})$"
+                syntax = "regex" if self.grammar.kind == "regex" else "lark"
+                parts.append(f"`{INPUT}` is text of this {syntax} grammar:\n{self.grammar.text}")
+                if syntax == "regex":
+                    text["pattern"] = f"^(?:{self.grammar.text})$"
             parameters = {
                 "type": "object",
                 "properties": {INPUT: text},
@@ -255,15 +255,10 @@ def make_tool_set(read: Sequence[ToolSpec | Ignored]) -> ToolSet:
         if names.get(name.name) != name:
             names[_free_name(joined_name(name), names)] = name
     model_names = {name: model_name for model_name, name in names.items()}
-    grammars = {}
-    for name, spec in specs.items():
-        if spec.grammar is not None:
-            kind: Literal["grammar", "regex"] = "grammar" if spec.grammar.syntax == "lark" else "regex"
-            grammars[model_names[name]] = Grammar(kind, spec.grammar.definition)
     return ToolSet(
         tools=tuple(spec.function(model_names[name]) for name, spec in specs.items()),
         names=names,
-        grammars=grammars,
+        grammars={model_names[name]: spec.grammar for name, spec in specs.items() if spec.grammar is not None},
         ignored=tuple(each for each in read if isinstance(each, Ignored)),
         model_names=model_names,
     )
