@@ -135,8 +135,8 @@ async def test_many_prompts_share_their_parameters_and_take_turns(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    made = params.sampling_params
-    monkeypatch.setattr(params, "sampling_params", lambda *a, **k: (calls.append(1), made(*a, **k))[1])
+    made = params.with_sampling
+    monkeypatch.setattr(params, "with_sampling", lambda *a, **k: (calls.append(1), made(*a, **k))[1])
     async with gateway(worker) as target:
         most = 0
 
