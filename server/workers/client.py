@@ -7,7 +7,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
@@ -188,24 +188,15 @@ class WorkerClient(ConnectionPool):
 
         async def ask() -> bytes:
             while True:
-                try:
-                    connection = await self.send(url, call, body, needs_proof=needs_proof)
-                except StaleConnection:
-                    continue  # closed before the worker could prove itself
-                try:
-                    status = await connection.head()
-                    if status != 200 and may_refuse:
-                        raise WorkerRefused(status, await _refusal(url, status, connection))
-                    answer = await connection.read_all(max_bytes)
-                except StaleConnection:
-                    continue  # closed while idle
-                except BaseException:
-                    connection.close()
-                    raise
-                connection.release()
-                if status != 200:
-                    raise WorkerLost(f"{url}: status {status}")
-                return answer
+                with suppress(StaleConnection):  # closed while idle, or before the worker could prove itself
+                    with await self.send(url, call, body, needs_proof=needs_proof) as connection:
+                        status = await connection.head()
+                        if status != 200 and may_refuse:
+                            raise WorkerRefused(status, await _refusal(url, status, connection))
+                        answer = await connection.read_all(max_bytes)
+                    if status != 200:
+                        raise WorkerLost(f"{url}: status {status}")
+                    return answer
 
         try:
             return await loop_time_timeout(ask(), timeout_s)

@@ -9,7 +9,7 @@ import json
 import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
@@ -68,9 +68,10 @@ class EngineServer(EngineApi):
         """
         for tries_left in reversed(range(2 if method == "GET" else num_tries)):
             try:
-                async with asyncio.timeout(timeout_s), self._asked(method, path, body) as connection:
-                    status = await connection.head()
-                    answer = await connection.read_start(_MAX_ANSWER_BYTES if status == 200 else _MAX_ERROR_BYTES)
+                async with asyncio.timeout(timeout_s):
+                    with await self._asked(method, path, body) as connection:
+                        status = await connection.head()
+                        answer = await connection.read_start(_MAX_ANSWER_BYTES if status == 200 else _MAX_ERROR_BYTES)
                 break
             except TimeoutError as error:
                 raise EngineLostError(self._why(error)) from error
@@ -102,27 +103,21 @@ class EngineServer(EngineApi):
     async def events(self, path: str, body: object, take: Callable[[bytes], None]) -> None:
         """Post `body` and hand the data of each event to `take`, up to [DONE]. To cancel it closes the connection."""
         events = _Events(take)
-        async with self._asked("POST", path, body) as connection:
+        with await self._asked("POST", path, body) as connection:
             if (status := await connection.head()) != 200:
                 raise refused(status, await connection.read_start(_MAX_ERROR_BYTES))
             await connection.pass_on(events.feed)  # up to its end, so that the connection can be reused
             if not events.is_done:
                 raise EngineLostError("the answer ended early")
 
-    @contextlib.asynccontextmanager
-    async def _asked(self, method: str, path: str, body: object) -> AsyncIterator[_EngineConnection]:
-        """Send a request; the block reads its answer. A connection whose block raises is closed."""
-        connection, base = await self._connect(), urlsplit(self._base)
+    async def _asked(self, method: str, path: str, body: object) -> _EngineConnection:
+        """Send a request. Return the connection, which has the answer."""
+        base, content = urlsplit(self._base), b"" if body is None else msgspec.json.encode(body)
         headers = {"host": base.netloc, **self._headers, **({} if body is None else _JSON)}
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        content = b"" if body is None else msgspec.json.encode(body)
-        try:
-            connection.send(f"{method} {base.path}{path}".encode(), lines.encode(), content)
-            yield connection
-        except BaseException:
-            connection.close()
-            raise
-        connection.release()
+        connection = await self._connect()
+        connection.send(f"{method} {base.path}{path}".encode(), lines.encode(), content)
+        return connection
 
     async def _connect(self) -> _EngineConnection:
         """Return an idle connection, or a new one."""

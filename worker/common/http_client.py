@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final, Self, cast
 
 import httptools
 
@@ -114,6 +114,16 @@ class HttpConnection(asyncio.Protocol):
         if self._raised is not None:
             raise self._raised
         self._take = None
+
+    def __enter__(self) -> Self:
+        """Release the connection after the block, or close it if the block raises."""
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.release()
+        else:
+            self.close()
 
     def release(self) -> None:
         """Return it to the pool once the answer is complete; unread bytes are discarded."""
