@@ -34,7 +34,7 @@ from worker.adapter.load import LoadAccount
 from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
 from worker.common.capabilities import GENERATING, adapter_names, adapters_in
-from worker.contracts.engine import EngineDeadError, EngineOutput, EngineSinks, RefusedError, RequestKey, StepLog
+from worker.contracts.engine import EngineDeadError, EngineSinks, RefusedError, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import QueuePace
 from worker.contracts.validation import refusal
@@ -90,7 +90,8 @@ class AdapterEngine:
         self._subscriber = None if source is None else EventSubscriber(source, self.hear)
         self._metrics = metrics
         self._account = LoadAccount()
-        self._requests = EngineRequests(api, blocks, self._account, member.block_size, member.worker_id, metrics, self)
+        shared = api, blocks, self._account, member.block_size, member.worker_id, metrics
+        self._requests = EngineRequests(*shared, sinks.deliver, self)
         self._sinks = sinks
         self._tasks: list[asyncio.Task[None]] = []
         self._probe: asyncio.Task[None] | None = None
@@ -302,12 +303,6 @@ class AdapterEngine:
             )
 
     # --- the sink of requests -----------------------------------------------------------------------------------
-
-    def deliver(self, outputs: list[EngineOutput]) -> None:
-        self._sinks.deliver(outputs)
-
-    def token(self) -> None:
-        self.apply(Sign.TOKEN)
 
     def doubt(self) -> None:
         self._wake.set()

@@ -86,14 +86,8 @@ class EventBatch(Struct, frozen=True, array_like=True):
     events: tuple[Event, ...]
 
 
-class _StoredPairs(Struct, tag="BlockStored"):
-    block_hashes: tuple[EngineHash, ...]
-    token_ids: tuple[tuple[_TokenId, _TokenId], ...]
-    block_size: Annotated[int, Meta(ge=1)]
-    parent_block_hash: EngineHash | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
+class _StoredPairs(BlockStored, frozen=True, tag="BlockStored"):
+    token_ids: tuple[tuple[_TokenId, _TokenId], ...] = ()  # type: ignore[assignment]
 
 
 class _PairsBatch(Struct, array_like=True):
@@ -103,7 +97,9 @@ class _PairsBatch(Struct, array_like=True):
     @property
     def events(self) -> tuple[Event, ...]:
         return tuple(
-            BlockStored(**asdict(event) | {"token_ids": tuple(first for first, _ in event.token_ids)}, is_bigram=True)
+            BlockStored(
+                **asdict(event) | {"token_ids": tuple([pair[0] for pair in event.token_ids]), "is_bigram": True}
+            )
             if isinstance(event, _StoredPairs)
             else event
             for event in self.pair_events

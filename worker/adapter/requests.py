@@ -18,6 +18,7 @@ from cache.hashing import hash_chain
 from cache.types import BlockHash
 from worker.adapter.api import EngineApi, EngineLostError, EnginePart, EngineRefusedError, failed_by
 from worker.adapter.blocks import EngineBlocks
+from worker.adapter.health import Sign
 from worker.adapter.load import LoadAccount, Prefill
 from worker.contracts.engine import SUSPECT_NOTICE_S, EngineOutput, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
@@ -27,16 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class RequestSink(Protocol):
-    """Receives frames, block events and signs of life. All methods return at once."""
-
-    def deliver(self, outputs: list[EngineOutput]) -> None:
-        """Take frames for clients."""
+    """Receives block events and signs of life. All methods return at once."""
 
     def report(self, events: Sequence[BlockEvent]) -> None:
         """Take events of blocks, and publish them with the load."""
 
-    def token(self) -> None:
-        """The engine has generated something."""
+    def apply(self, sign: Sign) -> None:
+        """Take a sign of the engine, such as a token."""
 
     def doubt(self) -> None:
         """The engine was lost, or lacks a LoRA adapter: its counts and models are to be read now."""
@@ -84,6 +82,7 @@ class EngineRequests:
     _name: str
     """Begins the ids of requests at the engine."""
     _metrics: WorkerMetrics
+    _deliver: Callable[[list[EngineOutput]], object]
     _sink: RequestSink
     active: dict[RequestKey, ActiveRequest] = field(default_factory=dict, init=False)
     has_sent_block: bool = field(default=False, init=False)
@@ -208,7 +207,7 @@ class EngineRequests:
         num_prompt_tokens = len(request.prompt_ids)
 
         def take(data: bytes, part: EnginePart) -> None:
-            self._sink.token()
+            self._sink.apply(Sign.TOKEN)
             if active.first_token_s is None:
                 self._record_first_token(active, prefill, num_expected)
                 end_wait()
@@ -247,7 +246,7 @@ class EngineRequests:
         active.is_over = isinstance(frames[-1], (End, Failed))
         outputs = [EngineOutput(active.key, frame) for frame in frames]
         self._metrics.count_outputs(outputs)
-        self._sink.deliver(outputs)
+        self._deliver(outputs)
 
     def _start(self, active: ActiveRequest, num_expected: int) -> None:
         """Deliver Started, once. `num_expected`: the cached tokens by our index; the engine's own count comes later."""
