@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Final, Protocol
@@ -35,6 +35,7 @@ from server.request.response import ResponseStream
 from server.request.services import RequestServices
 from server.request_context import CURRENT, RequestContext
 from server.usage.account import Account
+from worker.common.http_protocol import AnswerCycle
 from worker.common.tracing import Tracing
 
 PART_BYTES: Final = 1 << 18
@@ -64,8 +65,8 @@ class EndpointServices:
     engine_text: EngineText
     open_responses: set[ResponseStream] = field(default_factory=set)
     """The responses being written now."""
-    preparing: set[CancelOnDisconnect] = field(default_factory=set)
-    """The guards of the requests being prepared now."""
+    guards: set[CancelOnDisconnect] = field(default_factory=set)
+    """Those of the requests being prepared or answered now."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by `shutdown`: a request whose body was still being sent does not begin."""
 
@@ -73,12 +74,21 @@ class EndpointServices:
     def num_streamed_tokens(self) -> int:
         return sum(response.num_output_tokens for response in self.open_responses)
 
+    @contextmanager
+    def guarded(self, client: AnswerCycle, deadline_s: float) -> Iterator[None]:
+        """Cancel a block at the deadline, at shutdown, and when the client disconnects."""
+        guard = CancelOnDisconnect(client, max(0.0, deadline_s - time.monotonic()))
+        self.guards.add(guard)
+        try:
+            with guard:
+                yield
+        finally:
+            self.guards.discard(guard)
+
     def shutdown(self) -> None:
         """End every open response, and every preparation. No other response begins."""
         self.stopping.set()
-        for response in self.open_responses:
-            response.shutdown()
-        for guard in self.preparing:
+        for guard in self.guards:
             guard.end(ShuttingDownError)
 
 
@@ -103,6 +113,8 @@ class Answer:
     prepare: Prepare | None
     """Prepares the request again, from its body; None: output has been sent to the client."""
     begin: Callable[[PreparedRequest], Awaitable[list[Generation]]]
+    deadline_s: float
+    """On the monotonic clock."""
 
     async def run(self, deliver: Deliver | None = None) -> None:
         """Run the generations to their end. Raises ApiError."""
@@ -148,21 +160,16 @@ class GenerateEndpoint(ABC):
             context.begin_trace(services.tracing, scope)
         hints = read_hints(scope["headers"])
         prepare = partial(self.prepared, scope["path"], await Request(scope, receive).body(), identity)
-        guard = CancelOnDisconnect(client_of(scope), services.request_timeout_s)
-        services.preparing.add(guard)
-        try:
-            with guard:
-                request = await prepare()
-        finally:
-            services.preparing.discard(guard)
+        with services.guarded(client_of(scope), deadline_s):
+            request = await prepare()
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
         begin = partial(self._generations, deadline_s=deadline_s, hints=hints)
-        response = ResponseStream(await begin(request), deadline_s)
+        response = ResponseStream(await begin(request))
         if services.stopping.is_set():
             raise ShuttingDownError
         if usage is not None:
             usage.take_tokens(num_prompt_tokens)
-        answer = Answer(request.formatter, response, prepare, begin)
+        answer = Answer(request.formatter, response, prepare, begin, deadline_s)
         is_streamed = request.stream
         del request, prepare  # the body
         services.open_responses.add(response)
@@ -216,7 +223,7 @@ class GenerateEndpoint(ABC):
 
     async def _respond(self, answer: Answer, scope: Scope, send: Send) -> None:
         response = answer.response
-        with response.guard(client_of(scope)):
+        with self._services.guarded(client_of(scope), answer.deadline_s):
             await answer.run()
             choices = response.take_deltas()
         headers = [(b"content-type", b"application/json"), *response.headers()]
@@ -261,7 +268,7 @@ class GenerateEndpoint(ABC):
                 await writer.write(events)
 
         try:
-            with response.guard(client), self._services.keep_alive.keeping(writer):
+            with self._services.guarded(client, answer.deadline_s), self._services.keep_alive.keeping(writer):
                 await answer.run(deliver)
                 last = await events_of(deltas) if (deltas := response.take_deltas()) else b""
             num_choices = sum([len(each.choices) for each in response.generations])

@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from server.errors import ShuttingDownError
-from server.http.stream import CancelOnDisconnect
 from server.metrics import GatewayMetrics
 from server.request.choice import ChoiceDelta
 from server.request.request import Deliver, Generation
 from server.schema.grammar_schema import relaxed_header
 from server.usage.account import Account
-from worker.common.http_protocol import AnswerCycle
 
 MAX_AT_ONCE: Final = 64
 """Prompts of one request that run at a time; the next starts when one has ended."""
@@ -26,23 +22,10 @@ MAX_AT_ONCE: Final = 64
 class ResponseStream:
     """The generations of one request, one per prompt."""
 
-    def __init__(self, generations: Sequence[Generation], deadline_s: float) -> None:
-        """`deadline_s` is on the monotonic clock."""
+    def __init__(self, generations: Sequence[Generation]) -> None:
         assert generations
         self.generations = generations
         """Replaced when they are prepared again."""
-        self._deadline_s = deadline_s
-        self._guard: CancelOnDisconnect | None = None
-
-    def guard(self, client: AnswerCycle) -> CancelOnDisconnect:
-        """Return a context that is cancelled at the deadline, at shutdown, and when the client disconnects."""
-        self._guard = CancelOnDisconnect(client, max(0.0, self._deadline_s - time.monotonic()))
-        return self._guard
-
-    def shutdown(self) -> None:
-        """End with a ShuttingDownError."""
-        if self._guard is not None:
-            self._guard.end(ShuttingDownError)
 
     @property
     def num_output_tokens(self) -> int:

@@ -70,10 +70,10 @@ async def test_a_gateway_that_stops_waits_for_no_engine(engines: list[EngineWork
     async with engine_gateway(engines[0]) as target:
         engines[0].silent = True
         asked = asyncio.create_task(post(target.url, chat()))
-        await until(lambda: target.endpoint.preparing)
+        await until(lambda: target.endpoint.guards)
         target.endpoint.shutdown()
         status, _, raw = await asked
-        assert not target.endpoint.preparing
+        assert not target.endpoint.guards
     assert (status, json.loads(raw)["error"]["code"]) == (503, "shutting_down")
 
 
