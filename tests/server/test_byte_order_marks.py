@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from starlette.requests import Request
 
 from cache.records import WorkerMember
-from server.api.endpoint import read_body
 from server.auth.identity import digest_text, parse_keys
 from server.auth.limits import KeyEntry, TenantEntry
 from server.cli import keys
@@ -63,9 +63,9 @@ async def test_a_body_may_begin_with_a_mark() -> None:
     bodies = []
 
     async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
-        bodies.append(await read_body(receive))
+        bodies.append(await Request(scope, receive).body())
 
-    await BodyLimitMiddleware(app, 100)({"headers": [(b"content-length", b"5")]}, receive, receive)
+    await BodyLimitMiddleware(app, 100)({"type": "http", "headers": [(b"content-length", b"5")]}, receive, receive)
     assert bodies == [b"{}"]
 
 
