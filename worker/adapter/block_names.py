@@ -21,8 +21,6 @@ class Node:
     """A block of the engine."""
 
     key: EngineHash
-    is_orphan: bool
-    """A block before it is unknown, and so is the root."""
     parent: Node | None = None
     """The block before it, whose root is known."""
     is_ambiguous: bool = False
@@ -61,7 +59,7 @@ class Node:
         own_keys = keys[position] if keys else None
         if parent is None:
             root, own_keys = _salt(own_keys, event)
-            parent = Node(b"", is_orphan=False, root=root, last=root)
+            parent = Node(b"", root=root, last=root)
         entries = _entries(own_keys, event.lora_name, size)
         if parent.root is None or parent.last is None or entries is None:
             return

@@ -104,9 +104,10 @@ class BlockTree:
         self.num_held = 0
         """Held nodes of any kind."""
         self.num_opaque = 0
-        """Held nodes without hashes, not published: they have no Headstart salt, or contain more than tokens."""
-        self.num_orphans = 0
-        """Held nodes that are not published because a block before them is unknown."""
+        """Held nodes without hashes, not published.
+
+        They have no Headstart salt, contain more than tokens, or come after an unknown block.
+        """
         self.num_walked = 0
         """Nodes visited since the owner reset this."""
         self._holders = holders
@@ -127,11 +128,11 @@ class BlockTree:
     def get(self, key: EngineHash) -> Node | None:
         return self._nodes.get(key)
 
-    def add(self, key: EngineHash, is_orphan: bool) -> Node:
-        node = self._nodes[key] = Node(key, is_orphan)
+    def add(self, key: EngineHash) -> Node:
+        node = self._nodes[key] = Node(key)
         return node
 
-    def locate(self, node: Node, parent: Node | None, is_orphan: bool, event: BlockStored, position: int) -> None:
+    def locate(self, node: Node, parent: Node | None, event: BlockStored, position: int) -> None:
         """Give a node its parent and its hashes, if its root is known. A node without a root may get one later."""
         was_held = node.is_held
         self._set_invisible(node)
@@ -143,8 +144,7 @@ class BlockTree:
                 if parent.children is None:
                     parent.children = set()
                 parent.children.add(node)
-        node.is_orphan = is_orphan
-        if not is_orphan:
+        if parent is not None or event.parent_block_hash is None:
             node.locate(event, position, parent, self._block_size)
         if self._located is not None:
             self._located.add(node)
@@ -183,7 +183,6 @@ class BlockTree:
             was_held = each.is_held
             self._set_held(each, False)
             self._unlink(each)
-            each.is_orphan = each is not node
             each.root = each.last = None
             each.hashes = each.tail = ()
             self._set_held(each, was_held)
@@ -208,7 +207,7 @@ class BlockTree:
         self._nodes = {}
         self._located = None if self._located is None else set()
         self._idle = OrderedDict()
-        self.num_held = self.num_opaque = self.num_orphans = self.num_walked = 0
+        self.num_held = self.num_opaque = self.num_walked = 0
         self._has_lost_events = False
 
     def forget_held(self) -> None:
@@ -217,7 +216,7 @@ class BlockTree:
             node.is_held = False
             node.is_visible = False
         self._idle = OrderedDict.fromkeys(node for node in self._nodes.values() if not node.children)
-        self.num_held = self.num_opaque = self.num_orphans = 0
+        self.num_held = self.num_opaque = 0
         self._has_lost_events = True
 
     def forget_names(self) -> None:
@@ -234,9 +233,7 @@ class BlockTree:
             return
         step = 1 if is_held else -1
         self.num_held += step
-        if node.is_orphan:
-            self.num_orphans += step
-        elif node.root is None:
+        if node.root is None:
             self.num_opaque += step
         if is_held:
             self._idle.pop(node, None)

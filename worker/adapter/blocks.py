@@ -20,7 +20,6 @@ from typing import Final, Literal, NamedTuple
 
 from cache.events import BlockEvent, Stops, Stored
 from cache.types import BlockHash
-from worker.adapter.block_names import Node
 from worker.adapter.block_tree import BlockHolders, BlockTree, with_descendants
 from worker.adapter.groups import KvGroups, PartKind
 from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -175,29 +174,26 @@ class EngineBlocks:
 
     def _store(self, event: BlockStored) -> None:
         """Count each block as held, and name the new ones."""
-        parent: Node | None = None
-        is_orphan = False
-        if event.parent_block_hash is not None:
-            parent = self.tree.get(event.parent_block_hash)
-            is_orphan = parent is None or parent.is_orphan
-            if parent is not None:
-                parent.stored_at = self.num_batches
-                self.tree.mark_ancestors_held(parent)
+        parent = None if event.parent_block_hash is None else self.tree.get(event.parent_block_hash)
+        is_orphan = event.parent_block_hash is not None and (parent is None or parent.root is None)
+        if parent is not None:
+            parent.stored_at = self.num_batches
+            self.tree.mark_ancestors_held(parent)
         self.engine_block_size = max(self.engine_block_size, event.block_size)
         if event.is_bigram:
             self._groups.drop_last_block()
         for position, key in enumerate(event.block_hashes):
             node = self.tree.get(key)
             if node is None:
-                node = self.tree.add(key, is_orphan)
+                node = self.tree.add(key)
             elif node.root is not None and (node.parent is not parent or is_orphan):
                 self.tree.make_ambiguous(node)
             if node.root is None and not node.is_ambiguous:
-                self.tree.locate(node, parent, is_orphan, event, position)
+                self.tree.locate(node, parent, event, position)
             node.stored_at = self.num_batches
             self.tree.hold(node)
             parent = node
-            is_orphan = node.is_orphan
+            is_orphan = node.root is None
 
     def _remove(self, event: BlockRemoved) -> None:
         for key, num_left in event.with_counts():

@@ -199,7 +199,7 @@ class AdapterEngine:
         done.set_result(
             {
                 "engine": engine | {"index_problem": self.index_problem},
-                "blocks": {"held": tree.num_held, "opaque": tree.num_opaque, "orphans": tree.num_orphans},
+                "blocks": {"held": tree.num_held, "opaque": tree.num_opaque},
                 "requests": self._requests.states(),
                 "num_requests": len(self._requests.active),
             }

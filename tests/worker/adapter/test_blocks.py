@@ -184,7 +184,7 @@ class BlocksMachine(RuleBasedStateMachine):
                 self.engine.evict(key)
         self.publish()
         assert not self.published
-        assert self.blocks.tree.num_held == self.blocks.tree.num_opaque == self.blocks.tree.num_orphans == 0
+        assert self.blocks.tree.num_held == self.blocks.tree.num_opaque == 0
         self.is_exact = True
         for prompt in self.prompts:
             self.compute(*prompt, None)
@@ -205,7 +205,6 @@ class BlocksMachine(RuleBasedStateMachine):
         if self.is_exact:
             assert self.published == held
             assert self.blocks.tree.num_held == len(self.engine.copies)
-            assert self.blocks.tree.num_orphans == 0
             assert self.blocks.tree.num_opaque == sum(
                 self.engine.blocks[key].root is None for key in self.engine.copies
             )
@@ -306,11 +305,11 @@ def test_a_block_after_an_unknown_one_is_an_orphan() -> None:
     """It stays one until it is stored with its parents."""
     blocks = EngineBlocks(2, max_names=100)
     assert blocks.apply([stored(2, parent=1, tokens=(2, 3)), stored(3, parent=2, tokens=(4, 5))]).events == []
-    assert (blocks.tree.num_orphans, blocks.tree.num_opaque, blocks.tree.num_held) == (2, 0, 2)
+    assert (blocks.tree.num_opaque, blocks.tree.num_held) == (2, 2)
     chain = hash_chain(ROOT, range(6), 2)
     assert replay(blocks.apply([stored(1, 2, extra=(*SALTED, None))]).events) == set(chain[:2])
     assert replay(blocks.apply([stored(3, parent=2, tokens=(4, 5))]).events) == {chain[2]}
-    assert blocks.tree.num_orphans == 0
+    assert blocks.tree.num_opaque == 0
     assert blocks.apply([BlockRemoved((3,))]).events == [Removed(chain[2])]
 
 
