@@ -50,9 +50,9 @@ class EngineServer(EngineApi):
         """
         self._rank = rank
         self._url = url.rstrip("/").removesuffix("/v1")
-        path = socket_path(self._url)
-        self._base = "http://localhost" if path else self._url
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._socket = socket_path(self._url)
+        self._address = urlsplit("http://localhost" if self._socket else self._url)
+        self._headers = {"host": self._address.netloc} | ({"authorization": f"Bearer {key}"} if key else {})
         self._tls = tls
         self._idle: list[_EngineConnection] = []
         """Connections whose answers have ended."""
@@ -112,11 +112,10 @@ class EngineServer(EngineApi):
 
     async def _asked(self, method: str, path: str, body: object) -> _EngineConnection:
         """Send a request. Return the connection, which has the answer."""
-        base, content = urlsplit(self._base), b"" if body is None else msgspec.json.encode(body)
-        headers = {"host": base.netloc, **self._headers, **({} if body is None else _JSON)}
+        content, headers = (b"", self._headers) if body is None else (msgspec.json.encode(body), self._headers | _JSON)
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         connection = await self._connect()
-        connection.send(f"{method} {base.path}{path}".encode(), lines.encode(), content)
+        connection.send(f"{method} {self._address.path}{path}".encode(), lines.encode(), content)
         return connection
 
     async def _connect(self) -> _EngineConnection:
@@ -124,16 +123,15 @@ class EngineServer(EngineApi):
         while self._idle:
             if (connection := self._idle.pop()).usable:
                 return connection
-        loop, parts = asyncio.get_running_loop(), urlsplit(self._base)
+        loop, address = asyncio.get_running_loop(), self._address
         make = partial(_EngineConnection, self._idle, self._open, self._url)
-        path, is_tls = socket_path(self._url), False
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                if path:
-                    return (await loop.create_unix_connection(make, path))[1]
-                is_tls = parts.scheme == "https"
-                port, tls = parts.port or (443 if is_tls else 80), (self._tls or True) if is_tls else None
-                return (await loop.create_connection(make, parts.hostname or "", port, ssl=tls))[1]
+                if self._socket:
+                    return (await loop.create_unix_connection(make, self._socket))[1]
+                is_tls = address.scheme == "https"
+                port, tls = address.port or (443 if is_tls else 80), (self._tls or True) if is_tls else None
+                return (await loop.create_connection(make, address.hostname or "", port, ssl=tls))[1]
         except OSError as error:
             raise self._unconnected(error) from error
 
