@@ -95,7 +95,7 @@ class Detokenizer:
     def __init__(self, token_bytes: TokenBytes, rules: TextRules) -> None:
         self._token_bytes = token_bytes
         self._rules = rules
-        self._hidden = token_bytes.special_ids if rules.skip_special else frozenset()  # shared, not copied, if it can be
+        self._hidden = token_bytes.special_ids if rules.skip_special else frozenset()  # shared if it can be
         if not rules.shown_ids.isdisjoint(self._hidden):
             self._hidden -= rules.shown_ids
         if not (rules.include_stop or rules.terminal_ids <= self._hidden):
