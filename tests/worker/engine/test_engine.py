@@ -237,12 +237,12 @@ def test_the_load_has_queued_prefill_per_gateway(threaded: ThreadedEngine, monke
     threaded.runner.gate.set()
     for key in (0, 1):
         threaded.wait(RequestKey(key))
-    threaded.engine.drain()
-    threaded.settle()
     loads = threaded.publisher.loads
+    threaded.settle()
+    threaded.engine.drain()
+    wait_until(lambda: loads[-1].draining)
     assert {gateway for load in loads for gateway in load.queued_prefill_s} == {"a", "b"}
     assert loads[-1].queued_prefill_s == {}
-    assert loads[-1].draining
     assert loads[-1].assigned_prefill_s > 0.0
     assert loads[-1].prefill_tokens_per_s != loads[0].prefill_tokens_per_s
     assert loads[-1].num_free_blocks == loads[-1].num_blocks - 1

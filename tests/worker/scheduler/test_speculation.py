@@ -122,6 +122,7 @@ def test_only_steps_of_decodes_measure_the_cost() -> None:
     assert prefill is not None
     assert decode is not None
     speculation.measure(prefill, 5.0)
+    assert made.scheduler.speculation.cost.seconds(1) > 0.0, "measured by the engine"
     assert speculation.cost.seconds(1) == pytest.approx(0.005), "the first guess"
     speculation.measure(decode, 0.05)
     assert speculation.cost.seconds(decode.num_decode_rows) == pytest.approx(0.05)
