@@ -48,6 +48,7 @@ def check_chat(raw: bytes, *, num_choices: int = 1, include_usage: bool = False,
         _require(len(chunk["choices"]) == 1, "one choice a chunk")
         choice = chunk["choices"][0]
         _require({"index", "delta", "logprobs", "finish_reason"} <= set(choice), "the keys of a choice")
+        _require(choice["index"] >= 0, "the number of a choice")
         index, delta = choice["index"], choice["delta"]
         if state[index] == "new":
             _require(delta in ({"role": "assistant", "content": empty} for empty in ("", None)), "first comes the role")
@@ -80,6 +81,7 @@ def check_completion(
         _check_head(chunk, chunks[0], "text_completion", include_usage and not by_engine)
         (choice,) = chunk["choices"]
         _require({"index", "text", "logprobs", "finish_reason"} <= set(choice), "the keys of a choice")
+        _require(choice["index"] >= 0, "the number of a choice")
         _require(not finished[choice["index"]], "nothing follows the finish chunk")
         texts[choice["index"]] += choice["text"]
         finished[choice["index"]] = choice["finish_reason"] is not None
