@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from benchmarks.dev.simulation.engine import EngineModel, SimulatedWorker
 from benchmarks.dev.simulation.moving_engine import MovingWorker
 from benchmarks.dev.simulation.shared_engine import SharedWorker
-from benchmarks.dev.simulation.traces import Workload
+from benchmarks.dev.simulation.traces import Session, TraceRequest, Workload
 from cache.allocators.hash import HashAllocator
 from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
@@ -26,7 +27,7 @@ RATE_DELAY_S: Final = 10.0
 class ReplaySettings:
     num_workers: int
     cache_share: float
-    """Blocks of the whole fleet over the distinct blocks of the workload."""
+    """Blocks of the whole fleet over the distinct blocks of the workload. A pool takes the longest request at least."""
     num_gateways: int = 1
     index_delay_s: float = 0.1
     report_s: float = 0.05
@@ -75,6 +76,12 @@ class ReplaySettings:
         return not self.pooled and bool(self.fetch or self.lower_tier)
 
 
+def _requests(sessions: Iterable[Session]) -> Iterator[TraceRequest]:
+    for session in sessions:
+        yield from session.requests
+        yield from _requests(session.children)
+
+
 class Fleet:
     """Makes the workers, one pool for all of them where they share one."""
 
@@ -87,7 +94,8 @@ class Fleet:
             model = replace(model, fetch_tokens_per_s=settings.fetch * rate, tier_tokens_per_s=tier_rates)
         self._model = model
         num_blocks = int(workload.num_distinct_blocks * settings.cache_share)
-        self._num_worker_blocks = num_blocks // settings.num_workers
+        longest = max(len(request.block_ids) + len(request.answer_ids) for request in _requests(workload.sessions))
+        self._num_worker_blocks = max(num_blocks // settings.num_workers, longest)
         self._pool = HashAllocator(num_blocks + 1, 1) if settings.pooled else None
         self._peers: dict[str, MovingWorker] = {}
         self._num_made = 0

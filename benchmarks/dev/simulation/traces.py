@@ -76,7 +76,7 @@ class Workload:
     num_requests: int
     num_distinct_blocks: int
     prefill_tokens_per_s: float
-    """Blocks of one worker's pool, as the reference simulation chose them for this workload."""
+    """The rate of one worker, as the reference simulation chose it for this workload."""
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -22,6 +22,7 @@ def outcomes() -> dict[str, Outcome]:
         "shared": (["headstart"], ["--engine", "shared"]),
         "fetching": (["headstart", "llm-d-tiers"], ["--engine", "shared", "--fetch", "20"]),
         "tiers": (["headstart"], ["--engine", "shared", "--cells", "conv5_n8", "--lower-tier", "4"]),
+        "small": (["round_robin"], ["--cells", "tau1_n16"]),
     }
     return replayed(runs, "--half", "1")
 
@@ -58,6 +59,10 @@ def test_figures_of_half_the_conversations_stay(
 ) -> None:
     assert outcomes[run].hit == pytest.approx(hit, rel=0.05)
     assert outcomes[run].ttft_mean_s == pytest.approx(ttft_s, rel=0.05)
+
+
+def test_a_small_pool_still_takes_the_longest_prompt(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["small.round_robin"].ttft_mean_s > 0
 
 
 def test_four_gateways_lose_little(outcomes: dict[str, Outcome]) -> None:
