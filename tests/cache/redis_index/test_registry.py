@@ -24,6 +24,7 @@ from tests.garbage import changed, changed_tree
 from tests.members import make_member
 
 MEMBER = make_member("w0", "e0")
+OTHER_MEMBER = schema.encode_member(make_member("w1", "e1"))
 
 
 def state(version: int, *, written_ms: int = 500) -> bytes:
@@ -84,7 +85,7 @@ def test_entries_include_lapsed_workers() -> None:
         assert (entry.num_entries, entry.set_version) == (9, 1)
 
 
-@pytest.mark.parametrize("value", [b"junk", b"", b"x" * (schema.MAX_MEMBER_BYTES + 1)], ids=["junk", "empty", "long"])
+@pytest.mark.parametrize("value", [b"junk", b"", b"x" * (schema.MAX_MEMBER_BYTES + 1), OTHER_MEMBER])
 def test_invalid_value_is_counted_each_time_and_logged_once(value: bytes, caplog: pytest.LogCaptureFixture) -> None:
     events: list[str] = []
     read = Registry(events.append, UNSIGNED)

@@ -40,7 +40,6 @@ class Refusal:
     at_s: float
     limit_s: float
     ahead: list[RequestKey]
-    """All that waited."""
 
 
 class SteppedEngine(EngineCore):

@@ -92,6 +92,8 @@ def test_a_choice_resumed_after_its_last_token_ends_at_once() -> None:
     assert engine.answer(request).finished[0].reason == "length"
     assert isinstance(engine.answer(request).last, End)
     assert not engine.scheduler.has_work
+    both = engine.submit(generate(range(10), 4, 2, resumed={0: tokens, 1: answer(range(10), 101, 2)}))
+    assert both not in engine.step().started, "its client has Started"
 
 
 def test_max_tokens_0_gives_the_prompts_logprobs_alone() -> None:

@@ -51,8 +51,7 @@ def test_tokens_come_several_at_a_time() -> None:
     assert max(map(sum, steps)) == 6
 
 
-def test_a_tenant_is_charged_for_drafts_that_were_right() -> None:
-    """As much as for single tokens."""
+def test_right_drafts_are_charged_as_much_as_single_tokens() -> None:
     served = []
     for speculation in (None, Speculation(6)):
         made = engine(speculation)
