@@ -117,7 +117,7 @@ class Reporter:
         """Return the least time until all that wait have started: of a long prompt, only the first chunk counts."""
         most, requests = self._scheduler.limits.max_num_batched_tokens // 4, self._scheduler.requests.values()
         num_tokens = sum(min(most, request.num_uncached_tokens) for request in requests if request.started_s is None)
-        return num_tokens / self.rate.tokens_per_s if self.rate.tokens_per_s else 0.0
+        return self.rate.seconds(num_tokens)
 
 
 def _num_tokens_left(request: Request) -> int:
