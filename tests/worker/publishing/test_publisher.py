@@ -21,7 +21,7 @@ from tests.cache.redis_index.index_parts import chain
 from tests.members import make_member
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, until
 from worker.publishing.inbox import PublisherInbox
 from worker.publishing.publisher import Changes, Publisher, PublisherSettings
 
@@ -63,12 +63,6 @@ async def ends(index: RedisIndex, hashes: list[BlockHash], expected: dict[str, t
             found = await index.lookup(hashes) or []
             if {item.member.worker_id: (item.matched_blocks, *item.tier_blocks) for item in found} == expected:
                 return
-            await asyncio.sleep(0.002)
-
-
-async def holds(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not condition():  # noqa: ASYNC110 - polls another task's state
             await asyncio.sleep(0.002)
 
 
@@ -167,7 +161,7 @@ async def test_a_connection_that_is_killed_in_a_publish_loses_nothing(
         publisher.inbox.offer_tier("disk", [Stored(block) for block in hashes])
         publisher.inbox.offer_tier("host", [Stored(block) for block in hashes[:20]])
         publisher.inbox.offer([Removed(block) for block in reversed(hashes[10:20])], WorkerLoad())
-        await holds(lambda: bool(killed))
+        await until(lambda: bool(killed))
         await killed[0]
         await ends(index, hashes, {"w": (10, 20, 30)})
 
@@ -180,7 +174,7 @@ async def test_flushed_and_killed_servers_are_filled_again(redis_server: RedisSe
         redis_server.command("FLUSHALL")
         await matches(index, hashes, 50)
         redis_server.kill()
-        await holds(lambda: not publisher.connected)
+        await until(lambda: not publisher.connected)
         publisher.inbox.offer([Removed(block) for block in reversed(hashes[30:])], WorkerLoad())
         redis_server.start()
         await matches(index, hashes, 30)
@@ -227,17 +221,17 @@ async def test_a_failed_round_is_counted_reported_and_repaired(redis_server: Red
             raise RecursionError("from a reply")
 
         publisher._writer.publish = broken  # type: ignore[method-assign]
-        await holds(lambda: "RecursionError: from a reply" in (publisher.problem or ""))
+        await until(lambda: "RecursionError: from a reply" in (publisher.problem or ""))
         assert events.count("failed") >= 1
         publisher._writer.publish = real  # type: ignore[method-assign]
-        await holds(lambda: publisher.problem is None)
+        await until(lambda: publisher.problem is None)
         await matches(index, hashes, 5)
 
 
 async def test_a_worker_without_redis_reports_a_problem() -> None:
     publisher = Publisher("redis://127.0.0.1:1", member(), PublisherInbox(), settings=PublisherSettings(silent_s=0.05))
     async with running(publisher):
-        await holds(lambda: "no connection" in (publisher.problem or ""))
+        await until(lambda: "no connection" in (publisher.problem or ""))
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 3), st.integers(0, 4))))
