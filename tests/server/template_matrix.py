@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from tests.server.scripted_worker import script_of
 from tests.server.text.conversations import BODIES, Call, Step, read
 from tests.server.text.template_families import FAMILIES
 from tests.waiting import HANG_S, until
-from worker.wire import End, EngineText, Failed, Finished, Rendered, Started, Tokens
+from worker.wire import End, EngineText, Failed, Finished, Frame, GenerateRequest, Rendered, Started, Tokens
 
 SYSTEM: Final = Step("system", "Be short.")
 USER: Final = Step("user", "Weather?")
@@ -56,18 +56,18 @@ SHAPES: Final[dict[str, list[Step]]] = {
     "empty content": [USER, Step("assistant", "")],
     "no system": [],
 }
-ANSWER: Final = script_of(
-    Started(0),
-    Tokens(0, (1, 2)),
-    EngineText(
-        b'{"id": "e", "usage": {"prompt_tokens": 9, "completion_tokens": 2}, "choices":'
-        b' [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "x"}}]}'
-    ),
-    Finished(0, "stop"),
-    End(0.0, 0.0, 0.0),
-)
-"""The answer of an engine to a chat."""
 PAIRS: Final = [(name,) for name in SHAPES] + list(itertools.combinations(SHAPES, 2))
+
+
+def answer(request: GenerateRequest) -> AsyncIterator[Frame]:
+    """Answer a chat as an engine does, in one event if it streams."""
+    assert request.call is not None
+    text = (
+        b'{"id": "e", "usage": {"prompt_tokens": 9, "completion_tokens": 2}, "choices":'
+        b' [{"index": 0, "finish_reason": "stop", "%b": {"role": "assistant", "content": "x"}}]}'
+    )
+    event = EngineText(text % (b"delta" if request.call.streams else b"message"))
+    return script_of(Started(0), Tokens(0, (1, 2)), event, Finished(0, "stop"), End(0.0, 0.0, 0.0))(request)
 
 
 def steps_of(shapes: Collection[str]) -> list[Step]:
@@ -108,7 +108,7 @@ async def refusals(
     tokenizer = trained_tokenizer()
     bundle = bundle_of(tokenizer, chat_template=FAMILIES[family], max_model_len=1 << 14)
     engine = {"template": FAMILIES[family], "tokenizer": tokenizer, "apis": tuple(BODIES) if by_engine else ()}
-    worker = TemplateEngine(bundle, reply=[50, 51], behave=ANSWER if by_engine else None, **engine)
+    worker = TemplateEngine(bundle, reply=[50, 51], behave=answer if by_engine else None, **engine)
     found, num_requests = Counter[str](), 0
     async with (
         gateway(worker, tool_parser="hermes") as running,
@@ -118,11 +118,11 @@ async def refusals(
             await until(lambda: all(model.facts.engine_paths for _, model in running.models.names()))
         for names, path, stream in itertools.product(shapes, BODIES, streams):
             body = BODIES[path](steps_of(names), has_tools=True) | {"stream": stream}
-            answer = await client.post(path, json=body)
+            response = await client.post(path, json=body)
             num_requests += 1
-            if answer.status_code != 200:
-                message = answer.json()["error"]["message"]
-                found[f"{path} {'+'.join(names)}: {answer.status_code} {message}"] += 1
+            if response.status_code != 200:
+                message = response.json()["error"]["message"]
+                found[f"{path} {'+'.join(names)}: {response.status_code} {message}"] += 1
     return num_requests, found
 
 
