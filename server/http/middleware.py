@@ -37,10 +37,10 @@ access = logging.getLogger("server.access")
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 REPAIRED_HEADER: Final = b"x-headstart-repaired"
-IGNORED_HEADER: Final = b"x-headstart-ignored"
-_MAX_NAMED: Final = 32
-"""Names in one header."""
 """Names the changes to the messages for their template."""
+IGNORED_HEADER: Final = b"x-headstart-ignored"
+"""Names what is left out of the request or changes nothing, at most `_MAX_NAMED` parts."""
+_MAX_NAMED: Final = 32
 ALWAYS_TAKEN_BYTES: Final = 1 << 20
 """Bodies up to this size are not compared with the needs of the models."""
 

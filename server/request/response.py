@@ -124,7 +124,8 @@ class ResponseStream:
             if num_cached:
                 account.add_cached(num_cached, each.fetched_tokens)
         account.worker = self.worker_ids()
-        account.output_tokens *= shows_output
+        if not shows_output:
+            account.output_tokens = 0
         metrics.count_use(account.model, account.prompt_tokens, account.cached_tokens, account.output_tokens)
         if self.finished:
             sizes = [(each.num_prompt_tokens, each.num_output_tokens) for each in self.generations]

@@ -90,8 +90,9 @@ class AdapterEngine:
         self._subscriber = None if source is None else EventSubscriber(source, self.hear)
         self._metrics = metrics
         self._account = LoadAccount()
-        shared = api, blocks, self._account, member.block_size, member.worker_id, metrics
-        self._requests = EngineRequests(*shared, sinks.deliver, self)
+        self._requests = EngineRequests(
+            api, blocks, self._account, member.block_size, member.worker_id, metrics, sinks.deliver, self
+        )
         self._sinks = sinks
         self._tasks: list[asyncio.Task[None]] = []
         self._probe: asyncio.Task[None] | None = None
