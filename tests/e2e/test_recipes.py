@@ -68,14 +68,14 @@ RECIPES: Final[Mapping[str, Recipe]] = {
                 '    "example": ("{{ tools }}<example>", listed("<example>", "</example>")),\n',
             ),
             Edit(
-                "tests/server/api/test_call_forms.py",
+                "tests/server/models/test_recognition.py",
                 '    "granite3": "<|tool_call|>" + LISTED',
                 '    "example": f"<example>{LISTED_CALL}</example>",\n',
             ),
         ],
         [
             *("tests/server/text/test_formats.py", "tests/server/api/test_call_forms.py"),
-            "tests/server/text/test_output_parser_property.py",
+            *("tests/server/models/test_recognition.py", "tests/server/text/test_output_parser_property.py"),
         ],
     ),
     "reasoning format": Recipe(
@@ -88,7 +88,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
             ),
             Edit("docs/api/formats.md", "| `granite` | `Here is", "| `example` | `<example_thought>` and its end |\n"),
         ],
-        ["tests/server/text/test_formats.py", "tests/server/api/test_call_forms.py"],
+        ["tests/server/text/test_formats.py", "tests/server/models/test_recognition.py"],
     ),
     "metric": Recipe(
         "A metric",

@@ -29,11 +29,13 @@ NUM_BLOCKS = 33
 class Source:
     """A place whose reads the test gates. It has the first `num_held` blocks of any chain."""
 
-    def __init__(self, num_held: int = 100, tokens_per_s: float = 1e6) -> None:
+    def __init__(self, num_held: int = 100, tokens_per_s: float = 1e6, *, is_open: bool = True) -> None:
+        """Its reads wait for the gate unless it `is_open`."""
         self.num_held = num_held
         self.rate = TransferRate(tokens_per_s)
         self.gate = threading.Event()
-        self.gate.set()
+        if is_open:
+            self.gate.set()
         self.close_gate = threading.Event()
         self.close_gate.set()
         self.entered = threading.Semaphore(0)
@@ -159,8 +161,7 @@ def test_fetched_blocks_that_were_evicted_do_not_count(make_fetches) -> None:
 
 def test_a_reader_that_hangs_ends_the_fetch_late(make_fetches) -> None:
     """Its place counts as slow."""
-    source = Source()
-    source.gate.clear()
+    source = Source(is_open=False)
     fetches = make_fetches(source)
     sequence = fetches.sequence(4)
     assert fetches.start(sequence)
@@ -207,8 +208,7 @@ def test_a_fetch_is_late_by_the_blocks_that_it_brings(
 
 
 def test_a_deadline_interrupts_a_reader_that_waits(make_fetches) -> None:
-    source = Source()
-    source.gate.clear()
+    source = Source(is_open=False)
     source.interrupt = source.gate.set  # type: ignore[attr-defined]
     fetches = make_fetches(source)
     assert fetches.start(fetches.sequence(4))
@@ -219,8 +219,7 @@ def test_a_deadline_interrupts_a_reader_that_waits(make_fetches) -> None:
 
 
 def test_what_came_before_the_deadline_stays(make_fetches) -> None:
-    source = Source()
-    source.gate.clear()
+    source = Source(is_open=False)
     source.hangs_at = 2
     fetches = make_fetches(source)
     sequence = fetches.sequence(4)
@@ -275,8 +274,7 @@ def test_a_place_that_cannot_be_opened(make_fetches) -> None:
 
 
 def test_others_wait_while_all_threads_hang_then_compute(make_fetches) -> None:
-    source = Source()
-    source.gate.clear()
+    source = Source(is_open=False)
     fetches = make_fetches(source, num_threads=1)
     first, second, third = (fetches.sequence(1 + n, n) for n in range(3))
     assert fetches.start(first)
@@ -291,8 +289,7 @@ def test_others_wait_while_all_threads_hang_then_compute(make_fetches) -> None:
 
 
 def test_a_fetch_behind_a_thread_that_hangs_ends_by_its_deadline(make_fetches) -> None:
-    hanging, healthy = Source(num_held=2), Source(num_held=4)
-    hanging.gate.clear()
+    hanging, healthy = Source(num_held=2, is_open=False), Source(num_held=4)
     fetches = make_fetches(hanging, healthy, num_threads=1)
     first = fetches.sequence(2)
     assert fetches.start(first)
@@ -307,8 +304,7 @@ def test_a_fetch_behind_a_thread_that_hangs_ends_by_its_deadline(make_fetches) -
 
 
 def test_two_sequences_with_a_common_prefix_fetch_it_once(make_fetches) -> None:
-    source = Source()
-    source.gate.clear()
+    source = Source(is_open=False)
     fetches = make_fetches(source)
     one, other = fetches.sequence(5, 1), fetches.sequence(5, 2)
     assert fetches.start(one)
@@ -326,8 +322,7 @@ def test_two_sequences_with_a_common_prefix_fetch_it_once(make_fetches) -> None:
 
 
 def test_what_may_reuse_nothing_waits_for_no_fetch(make_fetches) -> None:
-    source = Source()
-    source.gate.clear()
+    source = Source(is_open=False)
     fetches = make_fetches(source)
     assert fetches.start(fetches.sequence(4))
     whole = fetches.sequence(4)
@@ -338,8 +333,7 @@ def test_what_may_reuse_nothing_waits_for_no_fetch(make_fetches) -> None:
 
 def test_a_short_sequence_does_not_cut_the_fetch_of_a_long_one(make_fetches) -> None:
     """It waits for its own blocks only, and no longer than it takes to compute them."""
-    source = Source()
-    source.gate.clear()
+    source = Source(is_open=False)
     source.hangs_at = 1
     fetches = make_fetches(source)
     assert fetches.start(fetches.sequence(12))
@@ -360,8 +354,7 @@ def test_a_short_sequence_does_not_cut_the_fetch_of_a_long_one(make_fetches) -> 
 
 def test_the_wait_for_an_adopted_chain_is_bounded(make_fetches) -> None:
     """A sequence waits no longer than it takes to compute the chain."""
-    source = Source()
-    source.gate.clear()
+    source = Source(is_open=False)
     fetches = make_fetches(source, prefill_tokens_per_s=1000)
     sequence = fetches.sequence(4)
     hashes = sequence.hash_blocks(BLOCK_SIZE)
@@ -378,8 +371,7 @@ def test_the_wait_for_an_adopted_chain_is_bounded(make_fetches) -> None:
 
 def test_a_request_with_a_peer_takes_over_a_background_fetch(make_fetches) -> None:
     """The peer sends slowly in the background. What has come stays, and does not count as the peer's rate."""
-    slow, fast = Source(), Source()
-    slow.gate.clear()
+    slow, fast = Source(is_open=False), Source()
     slow.hangs_at = 2
     fetches = make_fetches(fast)
     sequence = fetches.sequence(5)
