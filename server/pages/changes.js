@@ -36,9 +36,9 @@ export class Changes {
     if (more > 0) bad.push(`${plural(more, "more worker")} cannot serve`);
     const [state, tone] = index;
     if (tone === "bad" || tone === "warn") (tone === "bad" ? bad : warn).push(`The prefix index: ${state.toLowerCase()}`);
-    const turned = (what) => this.changes.reduce((sum, each) => sum + (!each.worker && each.what === what && each.last > at - LATELY_S ? each.count : 0), 0);
-    if (turned("failed")) bad.push(`${plural(turned("failed"), "request")} failed lately`);
-    if (turned("refused")) warn.push(`${plural(turned("refused"), "request")} refused lately`);
+    const lately = this.changes.filter((each) => !each.worker && each.last > at - LATELY_S);
+    bad.push(...turned(lately, "failed"));
+    warn.push(...turned(lately, "refused"));
     for (const [model, number] of Object.entries(snapshot.workers_needed)) {
       const there = serving.filter((worker) => worker.model === model).length;
       if (number > there) warn.push(`${model} needs ${plural(number, "worker")} and has ${count(there)}`);
@@ -49,6 +49,17 @@ export class Changes {
     setAttribute(byId("well-dot"), "class", `dot ${bad.length ? "bad" : warn.length ? "warn" : "good"}`);
     setText(byId("well-text"), `${all.length ? all.join(". ") : well}.`);
   }
+}
+
+/** Says how many requests failed or were refused, and for whom or why most of them. */
+export function turned(changes, what) {
+  const numbers = new Map();
+  for (const { why, count: number } of changes.filter((each) => each.what === what))
+    numbers.set(why, (numbers.get(why) ?? 0) + number);
+  if (!numbers.size) return [];
+  const sum = [...numbers.values()].reduce((one, other) => one + other);
+  const [why] = [...numbers].reduce((one, other) => (other[1] > one[1] ? other : one));
+  return [`${plural(sum, "request")} ${what} lately${numbers.size > 1 ? ", most" : ""}${why && `: ${why}`}`];
 }
 
 function line(change) {

@@ -160,6 +160,12 @@ def test_the_figures_survive_a_reload(pages: Pages) -> None:
     assert "In the last 24 hours" in pages.dashboard.inner_text("#day-text")
 
 
+def test_the_headline_says_for_whom_it_is_not_well(pages: Pages) -> None:
+    rows = [{"what": "refused", "why": why, "count": n} for why, n in (("queue_full", 1), ("rate, tenant acme", 9))]
+    read = "async (rows) => (await import('/pages/changes.js')).turned(rows, 'refused')"
+    assert pages.dashboard.evaluate(read, rows) == ["10 requests refused lately, most: rate, tenant acme"]
+
+
 CUT = """() => {
   const scrolls = (e) => ["auto", "scroll"].includes(getComputedStyle(e).overflowX);
   const isHidden = (e) => e.closest(".visually-hidden, svg, [hidden]") || !e.getClientRects().length;
