@@ -45,25 +45,31 @@ Prepare = Callable[[Sequence[Turn], list[dict[str, Any]] | None], Sequence[Turn]
 class _Conversation:
     """A probe before it is repaired: turns with words of their own."""
 
-    def __init__(self, *kinds: str, tool: dict[str, Any] | None = None) -> None:
-        """`kinds`: roles, `call`, `call cut`, `call long` (its id), `calls` (two), and `empty ROLE`."""
+    def __init__(self, kinds: str, tool: dict[str, Any] | None = None) -> None:
+        """`kinds`: roles, `empty ROLE`, `calls` (two), and `call`, which may be `cut`, `long` (its id), or `thinking`.
+
+        Thoughts may be `thinking aloud`, with content. `tool`: one that is offered without a call.
+        """
         self.turns: list[Turn] = []
         self.words: list[str] = []
-        self.tools = None if tool is None else [tool]
-        for kind in kinds:
+        self.has_calls = "call" in kinds
+        self.tools = [tool or PROBE_TOOL] if tool or self.has_calls or "tool" in kinds else None
+        for kind in kinds.split(", "):
             self._add(kind)
 
     def _add(self, kind: str) -> None:
         if kind.startswith("call"):
-            form = "call_quokka_0000" if kind == "call long" else "call0000"
-            ids = [f"{form}{len(self.words) + at}" for at in range(2 if kind == "calls" else 1)]
-            calls = []
-            for id_ in ids:
-                arguments: Any = {"city": self._word()}
-                if kind == "call cut":
-                    arguments = f'{{"city": "{self.words[-1]}'
-                calls.append({"id": id_, "type": "function", "function": {"name": TOOL_NAME, "arguments": arguments}})
-            self.turns.append({"role": "assistant", "content": "", "tool_calls": calls})
+            turn: Turn = {"role": "assistant", "content": "wombatx" if "aloud" in kind else "", "tool_calls": []}
+            if "thinking" in kind:
+                turn["reasoning_content"] = "numbatx"
+                self.words.append("numbatx")
+            form = "call_quokka_0000" if "long" in kind else "call0000"
+            for id_ in [f"{form}{len(self.words) + at}" for at in range(2 if kind == "calls" else 1)]:
+                word = self._word()
+                arguments = f'{{"city": "{word}' if "cut" in kind else {"city": word}
+                call = {"id": id_, "type": "function", "function": {"name": TOOL_NAME, "arguments": arguments}}
+                turn["tool_calls"].append(call)
+            self.turns.append(turn)
         elif kind.startswith("empty"):
             self._turn(kind.removeprefix("empty "), "")
         else:
@@ -82,93 +88,66 @@ class _Conversation:
         self.words.append(f"quokka{chr(ord('a') + len(self.words))}x")
         return self.words[-1]
 
-    def with_thoughts(self, content: str = "") -> _Conversation:
-        """Give the first call thoughts before its arguments."""
-        call = next(turn for turn in self.turns if turn.get("tool_calls"))
-        call["content"], call["reasoning_content"] = content, "numbatx"
-        self.words.insert(1, "numbatx")
-        return self
 
-
-def _calls(*kinds: str) -> _Conversation:
-    return _Conversation(*kinds, tool=PROBE_TOOL)
-
-
-_TURNS: Final = (
-    _Conversation("user", "user", "assistant", "user"),
-    _Conversation("user", "assistant", "assistant", "user"),
-)
-_TOOL_TURNS: Final = (
-    _calls("user", "call", "tool", "user"),
-    _calls("user", "call", "tool", "assistant", "user"),
-    _calls("user", "call", "tool", "call", "tool", "assistant", "user"),
-    _calls("user", "calls", "tool", "tool", "assistant", "user"),
-    _calls("user", "assistant", "call", "tool", "assistant", "user"),
-    _calls("user", "assistant", "user", "call", "tool", "assistant", "user"),
-)
-_LATE_SYSTEM: Final = (
-    _Conversation("system", "user", "system"),
-    _Conversation("user", "system", "assistant", "user"),
-    _Conversation("user", "assistant", "system", "user"),
-)
 _EMPTY: Final = {
-    "user": _Conversation("empty user", "assistant", "user"),
-    "assistant": _Conversation("user", "empty assistant", "user"),
-    "system": _Conversation("empty system", "user"),
+    "user": "empty user, assistant, user",
+    "assistant": "user, empty assistant, user",
+    "system": "empty system, user",
+    "tool": "user, call, empty tool, assistant, user",
 }
+_ORDERS: Final = [{"turns": form, "counts_tools": counts} for form in ("parted", "joined") for counts in (False, True)]
+_TURNS: Final = (
+    "user, user, assistant, user",
+    "user, assistant, assistant, user",
+    "user, call, tool, user",
+    "user, call, tool, assistant, user",
+    "user, call, tool, call, tool, assistant, user",
+    "user, calls, tool, tool, assistant, user",
+    "user, assistant, call, tool, assistant, user",
+    "user, assistant, user, call, tool, assistant, user",
+)
+_LATE_SYSTEM: Final = ("system, user, system", "user, system, assistant, user", "user, assistant, system, user")
+_REFUSED: Final = {
+    "first_user": ("assistant, user", "assistant"),
+    "first_system": ("system, user",),
+    "second_system": ("system, system, user",),
+    "late_system": (*_LATE_SYSTEM, "user, call, tool, system"),
+    "developer": ("developer, user",),
+    "late_developer": ("system, developer, user", "user, assistant, developer, user"),
+    "orphans": ("user, tool, assistant, user",),
+    "missing_results": ("user, call, user", "user, calls, tool, user"),
+    "late_results": ("user, call, user, tool, assistant, user",),
+    "answered_results": ("user, call, tool, assistant, tool, assistant, user",),
+    "short_ids": ("user, call long, tool, assistant, user",),
+    "lists_arguments": ("user, call cut, tool, assistant",),
+}
+"""The probes of shapes that a template may refuse, in the order in which these are looked for."""
 
 
 def find_shapes(prepare: Prepare) -> Finding[Shapes]:
     """Return the shapes of a template. `prepare` brings messages, with tools or none, into the form that it renders."""
     finder = _Finder(prepare)
-    shapes = yield from finder.fit(Shapes(), [{"lists_tools": True}], _Conversation("user"))
+    shapes = yield from finder.fit(Shapes(), [{"lists_tools": True}], "user")
     if not (yield from finder.shows(shapes, _Conversation("user"))):
         return shapes
+    finder.has_calls = yield from finder.shows(shapes, _Conversation("user, call, tool, assistant"))
     for role, probe in _EMPTY.items():
         shapes = yield from finder.fit(shapes, [{"fills": shapes.fills | {role}}], probe)
-    has_calls = yield from finder.shows(shapes, _calls("user", "call", "tool", "assistant"))
-    turns = (*_TURNS, *_TOOL_TURNS) if has_calls else _TURNS
-    choices = [{"turns": turns, "counts_tools": counts} for turns in ("parted", "joined") for counts in (False, True)]
-    shapes = yield from finder.fit(shapes, choices, *turns)
-    first = _Conversation("assistant", "user"), _Conversation("assistant")
-    shapes = yield from finder.fit(shapes, [{"first_user": True}], *first)
-    shapes = yield from finder.fit(shapes, [{"first_system": True}], _Conversation("system", "user"))
-    shapes = yield from finder.fit(shapes, [{"second_system": True}], _Conversation("system", "system", "user"))
-    late = (*_LATE_SYSTEM, _calls("user", "call", "tool", "system")) if has_calls else _LATE_SYSTEM
-    shapes = yield from finder.fit(shapes, [{"late_system": True}], *late)
-    shapes = yield from finder.fit(shapes, [{"developer": True}], _Conversation("developer", "user"))
-    developers = _Conversation("system", "developer", "user"), _Conversation("user", "assistant", "developer", "user")
-    shapes = yield from finder.fit(shapes, [{"late_developer": True}], *developers)
-    shapes = yield from finder.fit(shapes, [{"orphans": True}], _calls("user", "tool", "assistant", "user"))
-    if has_calls:
-        shapes = yield from _with_calls(finder, shapes)
-    if not (yield from finder.shows(shapes, _calls("user"), TOOL_NAME)):
+    shapes = yield from finder.fit(shapes, _ORDERS, *_TURNS)
+    for name, probes in _REFUSED.items():
+        shapes = yield from finder.fit(shapes, [{name: True}], *probes)
+    if finder.has_calls:
+        fields = [{"thoughts": "reasoning"}, {"thoughts": "thinking"}]
+        shapes = yield from finder.fit(shapes, fields, "user, call thinking, tool")
+        both = yield from finder.renders(shapes, _Conversation("user, call thinking aloud, tool"))
+        shapes = replace(shapes, thoughts_alone=not both)
+    asked = _Conversation("user", PROBE_TOOL)
+    if not (yield from finder.shows(shapes, asked, TOOL_NAME)):
         needs = replace(shapes, tools_need_system=True)
-        shapes = needs if (yield from finder.shows(needs, _calls("user"), TOOL_NAME)) else shapes
-    if (yield from finder.renders(shapes, _calls("user"))):
-        bare = yield from finder.renders(shapes, _Conversation("user", tool=BARE_TOOL))
+        shapes = needs if (yield from finder.shows(needs, asked, TOOL_NAME)) else shapes
+    if (yield from finder.renders(shapes, asked)):
+        bare = yield from finder.renders(shapes, _Conversation("user", BARE_TOOL))
         shapes = replace(shapes, fills_tools=not bare)
-    return shapes
-
-
-def _with_calls(finder: _Finder, shapes: Shapes) -> Finding[Shapes]:
-    empty = _calls("user", "call", "empty tool", "assistant", "user")
-    shapes = yield from finder.fit(shapes, [{"fills": shapes.fills | {"tool"}}], empty)
-    missing = _calls("user", "call", "user"), _calls("user", "calls", "tool", "user")
-    shapes = yield from finder.fit(shapes, [{"missing_results": True}], *missing)
-    late = _calls("user", "call", "user", "tool", "assistant", "user")
-    shapes = yield from finder.fit(shapes, [{"late_results": True}], late)
-    answered = _calls("user", "call", "tool", "assistant", "tool", "assistant", "user")
-    shapes = yield from finder.fit(shapes, [{"answered_results": True}], answered)
-    long = _calls("user", "call long", "tool", "assistant", "user")
-    shapes = yield from finder.fit(shapes, [{"short_ids": True}], long)
-    cut = _calls("user", "call cut", "tool", "assistant")
-    shapes = yield from finder.fit(shapes, [{"lists_arguments": True}], cut)
-    thinking = _calls("user", "call", "tool").with_thoughts()
-    shapes = yield from finder.fit(shapes, [{"thoughts": "reasoning"}, {"thoughts": "thinking"}], thinking)
-    both = _calls("user", "call", "tool").with_thoughts("wombatx")
-    if not (yield from finder.renders(shapes, both)):
-        shapes = replace(shapes, thoughts_alone=True)
     return shapes
 
 
@@ -177,9 +156,12 @@ class _Finder:
 
     def __init__(self, prepare: Prepare) -> None:
         self._prepare = prepare
+        self.has_calls = False
+        """The template shows calls."""
 
-    def fit(self, shapes: Shapes, choices: Sequence[dict[str, Any]], *probes: _Conversation) -> Finding[Shapes]:
+    def fit(self, shapes: Shapes, choices: Sequence[dict[str, Any]], *kinds: str) -> Finding[Shapes]:
         """Return the shapes with the first change that makes the most probes show, if any makes more show."""
+        probes = [each for each in map(_Conversation, kinds) if self.has_calls or not each.has_calls]
         best, most = shapes, (yield from self._count(shapes, probes))
         for choice in choices:
             if most == len(probes):
