@@ -18,26 +18,23 @@ _HEAD: Final = re.compile(rf"\s*\{{((?:\s*(?:{'|'.join(_HEAD_KEYS)})\s*:\s*{_STR
 """The fields before the arguments, and the key whose value begins where it ends."""
 _CUT_NAME: Final = re.compile(r'"name"\s*:\s*("(?:[^"\\]|\\.)*(")?)\\?')
 _INPUT_HEAD: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_STRING_PART: Final = re.compile(
-    r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u]))'
-    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*"
-)
-"""Whole characters of a JSON string: an escape, or a pair of surrogates, is not cut."""
-_ESCAPE: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]")
+_STRING_PART: Final = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
+_ESCAPE: Final = re.compile(r"(?:\\u[0-9a-fA-F]{4})+|\\[^u]")
 _HEAD_START: Final = re.compile(r'\s*(?:\{\s*(?:"|\Z)|\Z)')
-_JSON_STOP: Final = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
+JSON_STOP: Final = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 _SCALAR_STOP: Final = re.compile(r"[,\]}\s]")
 _CUT_TOKEN: Final = re.compile(r"\s*(?:t|tr|tru|f|fa|fal|fals|n|nu|nul|-|\.|[eE][+-]?|u[0-9a-fA-F]{0,3})?\s*")
 """The beginning of a token at which JSON may be cut."""
 
 
 class JsonScanner:
-    """Find where a JSON value ends in arriving text. Checks structure only, not grammar."""
+    """Find where a value of JSON, or of Python, ends in arriving text. Checks structure only, not grammar."""
 
-    def __init__(self, depth: int = 0) -> None:
-        """`depth`: the number of brackets that are open already."""
+    def __init__(self, depth: int = 0, stops: re.Pattern[str] = JSON_STOP) -> None:
+        """`depth`: the number of brackets that are open already. `stops`: the escapes, quotes and brackets."""
         self._depth = depth
-        self._in_string = False
+        self._stops = stops
+        self._quote = ""
         self._escaped = False
         self._scalar: bool | None = None if depth == 0 else False
         self.done = False
@@ -55,15 +52,15 @@ class JsonScanner:
             return end.start() if end else len(text)
         start = int(self._escaped and bool(text))
         self._escaped = self._escaped and not text
-        for stop in _JSON_STOP.finditer(text, start):
+        for stop in self._stops.finditer(text, start):
             if stop[0][0] == "\\":
                 self._escaped = len(stop[0]) == 1
                 continue
-            if stop[0] == '"':
-                self._in_string = not self._in_string
-            elif not self._in_string:
-                self._depth += 1 if stop[0] in "{[" else -1
-            if self._depth <= 0 and not self._in_string:
+            if stop[0] in "\"'":
+                self._quote = "" if stop[0] == self._quote else self._quote or stop[0]
+            elif not self._quote:
+                self._depth += 1 if stop[0] in "{[(" else -1
+            if self._depth <= 0 and not self._quote:
                 self.done = True
                 return stop.end()
         return len(text)
@@ -130,7 +127,7 @@ def is_json(text: str, *, cut: bool) -> bool:
 
 
 class InputReader:
-    """Read a custom tool's text out of its call's arguments, `{"input": "..."}`, as they arrive.
+    """Read a custom tool's text out of its call's arguments, `{"input": "..."}`, as they arrive in whole escapes.
 
     Arguments of another form are held to their end. The text is then the only string of an object, or all of it.
     """
@@ -172,11 +169,11 @@ class InputReader:
 
 
 def _string(part: str) -> str:
-    """Return the text of a part of a JSON string. Invalid escapes stay unchanged, and so do halves of pairs."""
-    return _ESCAPE.sub(_character, part)
+    """Return the text of a part of a JSON string. Invalid escapes stay unchanged."""
+    return _ESCAPE.sub(_characters, part)
 
 
-def _character(escape: re.Match[str]) -> str:
+def _characters(escape: re.Match[str]) -> str:
     try:
         return str(json.loads(f'"{escape[0]}"'))
     except ValueError:

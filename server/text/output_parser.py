@@ -192,10 +192,10 @@ class OutputParser(TextReader):
                 self._input = InputReader()
         elif kind == "arguments" and self._rules.is_raw_input:
             kind, text = "input", joined_pairs(text)
-        elif kind == "arguments" and self._input is not None:
-            kind, text = "input", joined_pairs(self._input.feed(text))
         elif kind == "arguments":
             text = self._escapes.feed(text)
+            if self._input is not None:
+                kind, text = "input", self._input.feed(text)
         elif kind in ("content", "reasoning") and text:
             self._end_input()
         self._append(kind, text)
@@ -210,10 +210,12 @@ class OutputParser(TextReader):
 
     def _end_input(self) -> None:
         reader, self._input = self._input, None
-        if reader is not None:
-            self.emit("input", joined_pairs(reader.end()))
         escapes, self._escapes = self._escapes, WholeEscapes()
-        self._append("arguments", escapes.feed("", last=True))
+        rest = escapes.feed("", last=True)
+        if reader is None:
+            self._append("arguments", rest)
+        else:
+            self._append("input", reader.feed(rest) + reader.end())
 
 
 def call_id(given: list[str] | None = None) -> str:

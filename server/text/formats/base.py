@@ -6,13 +6,14 @@ A format is a generator that reads like the format itself. It yields whenever it
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from server.text.call_syntax import JsonScanner, call_of, cut_name, is_json, match_head, unquoted
+from server.text.call_syntax import JSON_STOP, JsonScanner, call_of, cut_name, is_json, match_head, unquoted
 from server.text.detokenizer import ambiguous_len
 from server.text.tokenizer import Tokenizer
 from worker.common.json_schema import compiler_options, pointer
@@ -130,9 +131,9 @@ class TextReader(ABC):
         possible = [known for known in self.tool_names if known.startswith(name or "")]
         return possible[0] if len(possible) == 1 else name
 
-    def value(self, emit: Emit, depth: int = 0) -> Checking:
-        """Pass on a JSON value as it arrives. Return whether it is complete."""
-        scanner = JsonScanner(depth)
+    def value(self, emit: Emit, depth: int = 0, stops: re.Pattern[str] = JSON_STOP) -> Checking:
+        """Pass on a value as it arrives, see `JsonScanner`. Return whether it is complete."""
+        scanner = JsonScanner(depth, stops)
         while True:
             size = scanner.feed(self.text)
             emit(self.text[:size])

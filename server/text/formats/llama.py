@@ -15,7 +15,7 @@ from typing import Final
 
 from server.text.call_syntax import call_of, cut_name, is_json, match_head
 from server.text.formats.arguments import literal
-from server.text.formats.base import Checking, Finding, Reading, TextReader, ToolFormat
+from server.text.formats.base import Checking, Reading, TextReader, ToolFormat
 from server.text.formats.calls import MAX_NAME_CHARS, CallForm, Syntax
 from server.text.formats.grammar import call_rules
 
@@ -95,7 +95,9 @@ def _read_functions(reader: TextReader) -> Checking:
         if head is None or head[1] not in reader.tool_names:
             break
         before, reader.text = head[0], reader.text[head.end() :]
-        text = yield from _to_parenthesis(reader)
+        parts: list[str] = []
+        yield from reader.value(parts.append, depth=1, stops=_STOP)
+        text = "".join(parts)
         if (arguments := _keywords(text)) is None:
             reader.text = before + text + reader.text
             break
@@ -106,29 +108,6 @@ def _read_functions(reader: TextReader) -> Checking:
     if has_call and reader.text[:1] == "]":
         reader.text = reader.text[1:]
     return has_call
-
-
-def _to_parenthesis(reader: TextReader) -> Finding:
-    """Read to the parenthesis that closes a call, or to the end."""
-    quote, depth, at = "", 1, 0
-    while depth and not (reader.ended and at == len(reader.text)):
-        for stop in _STOP.finditer(reader.text, at):
-            if stop[0] == "\\" and not reader.ended:  # the character after it has not arrived
-                at = stop.start()
-                break
-            at = stop.end()
-            if stop[0] in ("'", '"'):
-                quote = "" if stop[0] == quote else quote or stop[0]
-            elif not quote and stop[0][0] != "\\":
-                depth += 1 if stop[0] in "([{" else -1
-            if not depth:
-                break
-        else:
-            at = len(reader.text)
-        if depth and not reader.ended:
-            yield
-    text, reader.text = reader.text[:at], reader.text[at:]
-    return text
 
 
 def _keywords(text: str) -> str | None:
