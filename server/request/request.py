@@ -28,8 +28,7 @@ from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.engine_answer import EngineAnswer
 from server.request.hints import NO_HINTS, RoutingHints
 from server.request.retry import AttemptHistory, Stage, WorkerFailed, soonest_error
-from server.request.retry_state import RETRIES_PER_REQUEST
-from server.request.services import RequestServices
+from server.request.services import RETRIES_PER_REQUEST, RequestServices
 from server.request_context import Trace, attempt_carrier, trace_attempt, trace_stage
 from server.router.placement import Placement
 from server.router.queue import PAUSE_S, Refusals

@@ -12,7 +12,7 @@ import pytest
 from cache.types import WorkerId
 from server.rates import TokenBucket
 from server.request import request as generations
-from server.request.retry_state import MAX_RETRIES
+from server.request.services import MAX_RETRIES
 from server.router import queue
 from server.router.placement import Placement
 from server.router.types import NoWorkerError, RouteRequest

@@ -19,7 +19,7 @@ from server.request.retry import (
     WorkerFailed,
     error_of,
 )
-from server.request.retry_state import PoisonCache, retry_budget
+from server.request.services import PoisonCache, retry_budget
 from server.router.queue import RequestQueue
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerLost, WorkerRefused

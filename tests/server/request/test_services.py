@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cache.hashing import MediaStart
-from server.request import retry_state
-from server.request.retry_state import (
+from server.request import services
+from server.request.services import (
     MAX_POISON_ENTRIES,
     MAX_RETRIES,
     POISON_TTL_S,
@@ -80,7 +80,7 @@ def test_expired_poison_costs_other_requests_nothing(monkeypatch: pytest.MonkeyP
     now_s = 0.0
     cache = PoisonCache(clock=lambda: now_s)
     num_hashed = Counter[str]()
-    monkeypatch.setattr(retry_state, "_poison_key", lambda spec: num_hashed.update([spec]) or spec)
+    monkeypatch.setattr(services, "_poison_key", lambda spec: num_hashed.update([spec]) or spec)
     names: Any = ["first", "second", "first"]
     for name in names:
         cache.add(name)
