@@ -28,6 +28,11 @@ MAX_RECENT: Final = 500
 """Decisions that can be found by their request's id."""
 MAX_SHOWN: Final = 50
 """Decisions that a new viewer is shown."""
+_TERMS: Final = (
+    *("matched_tokens", "index_tokens", "pending_tokens", "kv_wait_s", "eviction_s", "least_eviction_s", "decode_s"),
+    *("num_displaced", "fetched_tokens", "fetch_s", "prefill_s", "predicted_ttft_s", "assigned_s", "guard"),
+)
+"""The parts of a view that an explanation has under their own names."""
 _DIGITS: Final = re.compile(r"(?:^|[_-])([0-9a-f]{32})(?:-\d+)?$")
 """The common part of the ids of a request and of its answer."""
 
@@ -155,29 +160,14 @@ def describe(decision: Decision, placement: Placement) -> dict[str, Any]:
 
 def explained(worker: WorkerView, scorer: Scorer) -> dict[str, Any]:
     """Return every term of the cost at a worker."""
-    peers = worker.peers
+    member, peers = worker.member, worker.peers
     return {
-        "worker": worker.member.worker_id,
-        "epoch": worker.member.epoch,
-        "matched_tokens": worker.matched_tokens,
-        "index_tokens": worker.index_tokens,
-        "pending_tokens": worker.pending_tokens,
-        "ends": worker.member.ends,
-        "index_problem": worker.member.index_problem,
+        **{name: getattr(member, name) for name in ("epoch", "ends", "index_problem")},
+        **{name: getattr(worker, name) for name in _TERMS},
+        "worker": member.worker_id,
         "wait_s": worker.queue_s,
-        "kv_wait_s": worker.kv_wait_s,
-        "eviction_s": worker.eviction_s,
-        "least_eviction_s": worker.least_eviction_s,
-        "decode_s": worker.decode_s,
-        "num_displaced": worker.num_displaced,
-        "fetched_tokens": worker.fetched_tokens,
         "fetch_from": None if peers is None else scorer.choose_peer(peers.holders, dry_run=True).worker_id,
-        "fetch_s": worker.fetch_s,
-        "prefill_s": worker.prefill_s,
-        "predicted_ttft_s": worker.predicted_ttft_s,
-        "assigned_s": worker.assigned_s,
         "outstanding": worker.num_outstanding,
         "waiting": worker.num_waiting,
-        "guard": worker.guard,
         "cost": worker.score,
     }
