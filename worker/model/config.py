@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import torch
@@ -49,18 +50,12 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding. A comment names the kinds that read a field."""
+    """Rotary position embedding."""
 
     theta: float = 10_000.0
     kind: RopeKind = "default"
-    original_max_len: int = 0  # llama3, yarn
-    factor: float = 1.0  # linear, llama3, yarn
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: derived from factor
-    truncate: bool = True  # yarn
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    """Those of the kind, by their names in config.json."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ _ADAPTER: Final = "adapter_config.json"
 _NOT_QUANTISED: Final = "quantised safetensors are not supported; use GGUF instead"
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 _ROPE_NUMBERS: Final = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+_ORIGINAL: Final = "original_max_position_embeddings"
 _NEEDED_BY_ROPE: Final = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
@@ -159,11 +160,10 @@ def _rope(raw: Mapping[str, Any], max_len: int) -> RopeConfig:
     given = {name: float(fields[name]) for name in _ROPE_NUMBERS if fields.get(name) is not None}
     if missing := [name for name in _NEEDED_BY_ROPE.get(kind, ()) if name not in given]:
         raise CheckpointError(f"config.json has no rope parameter {missing[0]!r}, which {kind} needs")
-    original_max_len = "original_max_position_embeddings"
-    original = int(raw.get(original_max_len) or fields.get(original_max_len) or max_len)
+    original = int(raw.get(_ORIGINAL) or fields.get(_ORIGINAL) or max_len)
     if kind == "yarn":
-        given.setdefault("factor", max_len / original)
-    return RopeConfig(theta, kind, original, truncate=bool(fields.get("truncate", True)), **given)
+        given = {"factor": max_len / original, "truncate": bool(fields.get("truncate", True)), **given}
+    return RopeConfig(theta, kind, {} if kind == "default" else {_ORIGINAL: original, **given})
 
 
 def _sliding_windows(raw: Mapping[str, Any], num_layers: int, family: ModelFamily) -> tuple[int | None, ...]:

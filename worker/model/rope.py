@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -72,39 +72,17 @@ def rope_table(rope: RopeConfig, head_dim: int, max_len: int, factors: Tensor | 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Return (head_dim / 2) float32 frequencies, and the factor on cosine and sine."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / rope.theta**exponents
-    if rope.kind == "yarn":
-        return _yarn(frequencies, rope, head_dim)
-    if rope.kind == "llama3":
-        return _llama3(frequencies, rope), 1.0
-    return frequencies / rope.factor if rope.kind == "linear" else frequencies, 1.0
+    if rope.kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / rope.theta**exponents, 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # half a second, which most models save
 
-
-def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Divide long wavelengths by the factor and keep short ones, with a ramp between. Source: the Llama 3.1 release."""
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (rope.original_max_len / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
+    config = SimpleNamespace(
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        rope_parameters={"rope_theta": rope.theta, **rope.parameters},
+        standardize_rope_params=lambda: None,  # they are
     )
-    smooth = smooth.clamp(0, 1)
-    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
-
-
-def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Interpolate by parts. Source: YaRN (arXiv 2309.00071), section 3.2 and equation 22."""
-
-    def dimension(num_rotations: float) -> float:
-        return (head_dim * math.log(rope.original_max_len / (num_rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
-
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    scaled = frequencies / rope.factor * ramp + frequencies * (1 - ramp)
-    if rope.attention_factor is not None:
-        return scaled, rope.attention_factor
-    return scaled, 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
+    return frequencies, scale

@@ -150,9 +150,9 @@ def test_the_old_spelling_of_rope(folder: Path) -> None:
     old = {**raw, "rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}}
     family = FAMILIES["llama"]
     assert config_from_hf(new, family).rope == config_from_hf(old, family).rope
-    assert config_from_hf(old, family).rope.original_max_len == 256
+    assert config_from_hf(old, family).rope.parameters["original_max_position_embeddings"] == 256
     outside = {**old, "original_max_position_embeddings": 64}  # transformers takes this one
-    assert config_from_hf(outside, family).rope.original_max_len == 64
+    assert config_from_hf(outside, family).rope.parameters["original_max_position_embeddings"] == 64
 
 
 def test_layer_types_win_over_max_window_layers(folder: Path) -> None:
