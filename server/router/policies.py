@@ -62,8 +62,8 @@ class Headstart(Policy):
     while it has room, no worker with a shorter match and a similar rate is cheaper.
 
     With several gateways, a random part of the report's age is added: recent work of the others is unknown, and all
-    would choose the same idle worker. Without the index the affinity key's worker is preferred, as every gateway finds
-    the same one.
+    would choose the same idle worker. Without the index they prefer the affinity key's worker, as all find the same
+    one. Where no other gateway sends, it has placed each turn itself, and needs no key.
     """
 
     takes_short_list = True
@@ -77,11 +77,10 @@ class Headstart(Policy):
         ]
         for at in idle_best_matches(workers, fleet.common_tokens):
             costs_s[at] = cost.idle_best_cost_s(workers[at], workers, betas)
-        if request.affinity_key and not fleet.index_answered:
+        if request.affinity_key and not fleet.index_answered and any(worker.report_age_s for worker in workers):
             own = rendezvous_worker(request.affinity_key, workers)
-            if own.matched_tokens >= max(worker.matched_tokens for worker in workers):
-                away_s = AFFINITY * own.prefill_s
-                return [cost_s + away_s * (each is not own) for cost_s, each in zip(costs_s, workers, strict=True)]
+            away_s = AFFINITY * own.prefill_s
+            costs_s = [cost_s + away_s * (each is not own) for cost_s, each in zip(costs_s, workers, strict=True)]
         return costs_s
 
 

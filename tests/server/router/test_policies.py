@@ -136,22 +136,28 @@ def test_headstart_draws_where_other_gateways_may_have_sent_work() -> None:
 
 
 def test_without_the_index_a_key_outweighs_a_prefill_elsewhere() -> None:
-    """Every gateway prefers the same worker, whatever it has sent lately, but for a longer match or a long queue."""
+    """Every gateway prefers the same worker, whatever it has sent lately and where, but for a long queue."""
     requests = [make_request(affinity_key=f"conversation {number}") for number in range(64)]
     names = [f"w{number}" for number in range(4)]
     first, second = make_policy("headstart"), make_policy("headstart")
-    homes = [chosen(first, request, *map(view, names), index_answered=False) for request in requests]
+    shared = {"report_age_s": 0.25}  # other gateways send here
+    homes = [
+        chosen(first, request, *(view(name, **shared) for name in names), index_answered=False) for request in requests
+    ]
     assert {name for home in homes for name in home} == set(names), "keys spread"
     for request, home in zip(requests, homes, strict=True):
         (name,) = home
-        others = [view(other) for other in names if other != name]
-        busy_lately = view(name, assigned_s=5.0)
+        others = [view(other, **shared) for other in names if other != name]
+        busy_lately = view(name, assigned_s=5.0, **shared)
         assert chosen(second, request, *reversed(others), busy_lately, index_answered=False) == home
         assert chosen(second, request, *others, busy_lately) == {each.member.worker_id for each in others}
         long_s = 1.1 * AFFINITY
         assert name not in chosen(first, request, *others, view(name, queue_s=long_s), index_answered=False)
-        warm = view("warm", matched_tokens=160, prefill_s=0.01)
-        assert chosen(first, request, *others, view(name), warm, index_answered=False) == {"warm"}
+        warm = replace(others[0], matched_tokens=160, prefill_s=0.01)
+        workers = [warm, *others[1:], view(name, **shared)]
+        assert chosen(first, request, *workers, index_answered=False) == home
+        alone = [replace(each, report_age_s=0.0) for each in workers]
+        assert chosen(first, request, *alone, index_answered=False) == {warm.member.worker_id}, "it sent each turn"
 
 
 def test_longest_prefix_prefers_the_match_to_the_load() -> None:
@@ -212,34 +218,27 @@ def test_every_policy_answers_for_one_worker_and_an_empty_prompt(name: str) -> N
     policy.on_dispatch(request, view("a"))
 
 
-@given(
-    seed=st.integers(0, 10_000),
-    loads=st.lists(
-        st.tuples(st.floats(0.0, 30.0), st.floats(0.01, 20.0), st.floats(0.0, 60.0), st.sampled_from([0, 16, 64])),
-        min_size=1,
-        max_size=5,
-    ),
-)
-def test_no_cost_is_negative_and_a_key_counts_without_the_index(
-    seed: int, loads: list[tuple[float, float, float, int]]
-) -> None:
+TERMS = {
+    "queue_s": st.floats(0.0, 30.0),
+    "prefill_s": st.floats(0.01, 20.0),
+    "assigned_s": st.floats(0.0, 60.0),
+    "matched_tokens": st.sampled_from([0, 16, 64]),
+}
+
+
+@given(seed=st.integers(0, 10_000), terms=st.lists(st.fixed_dictionaries(TERMS), min_size=1, max_size=5))
+def test_no_cost_is_negative_and_a_key_counts_without_the_index(seed: int, terms: list[dict[str, Any]]) -> None:
     """The choice is as if the session's own worker had a discount: costs are seconds, which it would make negative."""
-    workers = [
-        view(f"w{at}", queue_s=queue_s, prefill_s=prefill_s, assigned_s=assigned_s, matched_tokens=matched)
-        for at, (queue_s, prefill_s, assigned_s, matched) in enumerate(loads)
-    ]
-    fleet = FleetView(COST, sum(load[2] for load in loads) / len(workers), lambda: 0.5)
+    workers = [view(f"w{at}", report_age_s=0.25, **changes) for at, changes in enumerate(terms)]
+    fleet = FleetView(COST, sum(each["assigned_s"] for each in terms) / len(workers), lambda: 0.5)
     blind, policy = replace(fleet, index_answered=False), make_policy("headstart")
     plain, request = policy.scores(make_request(num_blocks=4), workers, fleet), make_request(4, affinity_key=f"k{seed}")
     costs_s = policy.scores(request, workers, blind)
     assert min(costs_s) >= 0.0
     assert policy.scores(request, workers, fleet) == plain, "the index knows more than a key"
     own = workers.index(rendezvous_worker(f"k{seed}", workers))
-    if workers[own].matched_tokens < max(worker.matched_tokens for worker in workers):
-        assert costs_s == plain, "another one holds more of the prompt"
-    else:
-        away_s = AFFINITY * workers[own].prefill_s
-        assert costs_s == pytest.approx([cost_s + away_s * (at != own) for at, cost_s in enumerate(plain)])
+    away_s = AFFINITY * workers[own].prefill_s
+    assert costs_s == pytest.approx([cost_s + away_s * (at != own) for at, cost_s in enumerate(plain)])
 
 
 def test_a_match_that_most_have_makes_no_home() -> None:
