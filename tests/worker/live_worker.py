@@ -14,11 +14,9 @@ from starlette.types import ASGIApp
 
 from cache.allocators import make_allocator
 from cache.allocators.base import Allocator
-from cache.records import WorkerMember
-from cache.types import Epoch, WorkerId
+from tests.members import make_member
 from tests.waiting import until
-from tests.worker.scheduler.arithmetic_runner import VOCAB
-from tests.worker.scheduler.engine import Answer
+from tests.worker.scheduler.engine import BUNDLE, Answer
 from worker.common.frames import FrameReader
 from worker.common.http_protocol import StrictProtocol
 from worker.contracts.metrics import WorkerMetrics
@@ -32,8 +30,6 @@ from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import GenerateRequest, TokenizerBundle, pack_request
-
-BUNDLE = TokenizerBundle("f", "m", "r", b"{}", None, None, None, (), False, VOCAB, 512, 4)
 
 
 @dataclass
@@ -97,7 +93,7 @@ async def live_worker(
     service = WorkerService(metrics, queue_limits=queue_limits)
     allocator = make_allocator("hash", num_blocks, block_size)
     batch_limits = BatchLimits(**limits)
-    member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, bundle.max_model_len, 1)
+    member = make_member(epoch="e1", block_size=block_size, max_model_len=bundle.max_model_len)
     transfers = make_transfers(allocator)
     fetcher = None if transfers is None else transfers.fetches
     scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids, fetcher=fetcher)

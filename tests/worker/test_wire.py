@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from cache.hashing import MediaStart
-from cache.records import WorkerMember
-from cache.types import Epoch, WorkerId
+from tests.members import make_member
 from worker import wire
 from worker.common.frames import FrameReader, PackedPositions
 from worker.common.proof import gateway_token
@@ -107,10 +106,7 @@ def test_frame_reader_refuses(data: bytes) -> None:
     [(1, 0, 1), (1, 1, 1), (2, 1, 1), (99, 1, 1), (2, 0, None), (2, 2, None), (0, 0, None), (-1, 0, None)],
 )
 def test_neighbouring_versions_speak_the_newest_that_both_know(newest: int, oldest: int, shared: int | None) -> None:
-    member = WorkerMember(
-        WorkerId("w"), Epoch("e"), "http://w", "m", "n", "cpu", 16, 64, newest, oldest_protocol=oldest
-    )
-    assert wire.shared_protocol(member) == shared
+    assert wire.shared_protocol(make_member(protocol=newest, oldest_protocol=oldest)) == shared
 
 
 def test_fields_of_a_newer_peer_are_ignored() -> None:

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from cache.records import WorkerMember
-from cache.types import Epoch, WorkerId
 from server.config import GatewayConfig
 from server.errors import NotFoundError, UnavailableError
 from server.models import registry as registry
 from server.models.registry import Models
 from server.workers.connection import WorkerError
+from tests.members import make_member
 from tests.server.scripted_worker import ScriptedWorker
 from tests.waiting import until
-from worker.wire import PROTOCOL_VERSION, TokenizerBundle
+from worker.wire import TokenizerBundle
 
 
 def fingerprint(bundle: TokenizerBundle) -> str:
@@ -75,11 +75,8 @@ async def test_an_unusable_bundle_costs_only_its_worker(bundle: TokenizerBundle,
     strange = replace(bundle, model="odd", **odd)  # type: ignore[arg-type]
     client = Client({"http://odd": strange, "http://good": bundle})
     members = [
-        WorkerMember(WorkerId(name), Epoch("e"), f"http://{name}", model, namespace, "cpu", 16, 64, PROTOCOL_VERSION)
-        for name, model, namespace in (
-            ("odd", "odd", fingerprint(strange)),
-            ("good", bundle.model, fingerprint(bundle)),
-        )
+        make_member("odd", model="odd", namespace=fingerprint(strange)),
+        make_member("good", model=bundle.model, namespace=fingerprint(bundle)),
     ]
     with models_of(client) as models:
         for member in members:

@@ -19,10 +19,6 @@ SIZE = 16
 ROOT = BlockHash(b"r" * 16)
 
 
-def member(name: str, epoch: str = "e", model: str = "m") -> WorkerMember:
-    return make_member(name, epoch, model=model, block_size=SIZE)
-
-
 def chain(*blocks: int) -> list[BlockHash]:
     return hash_chain(ROOT, [block for block in blocks for _ in range(SIZE)], SIZE)
 
@@ -37,7 +33,7 @@ class Requests:
 
     def match(self, worker: str, *blocks: int, model: str = "m", num_more: int = 1) -> str:
         """Add a request that finds `blocks` at `worker`. Return the name of the prefix."""
-        self.workers.setdefault(worker, member(worker, model=model))
+        self.workers.setdefault(worker, make_member(worker, model=model, block_size=SIZE))
         hashes = chain(*blocks, *range(900, 900 + num_more))
         request = RouteRequest("r", model, len(hashes) * SIZE, hashes)
         self.tree.found(request, self.workers[worker], len(blocks) * SIZE)
@@ -84,7 +80,7 @@ def test_a_worker_that_restarted_or_left_holds_nothing() -> None:
     requests = Requests()
     requests.match("a", 1)
     chat = requests.match("b", 1, 2)
-    requests.workers["a"] = member("a", "another")
+    requests.workers["a"] = make_member("a", "another", block_size=SIZE)
     (prefix,) = requests.top()
     assert (prefix["path"], prefix["workers"]) == ([chat], ["b"])
     del requests.workers["b"]

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from cache.records import WorkerLoad, WorkerMember
-from cache.types import Epoch, GatewayId, WorkerId
-from tests.worker.scheduler.engine import HandEngine, generate
+from cache.records import WorkerLoad
+from cache.types import GatewayId
+from tests.worker.scheduler.engine import MEMBER, HandEngine, generate
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.engine.reporter import Reporter
-
-MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://w", "m", "ns", "cpu", 4, 512, 1)
 
 
 def reported(reporter: Reporter) -> WorkerLoad:

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from cache.allocators import make_allocator
 from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
-from cache.types import Epoch, WorkerId
 from tests.waiting import HANG_S
-from tests.worker.scheduler.arithmetic_runner import VOCAB, ArithmeticRunner
-from tests.worker.scheduler.engine import Answer
+from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
+from tests.worker.scheduler.engine import BUNDLE, MEMBER, Answer
 from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
@@ -23,7 +22,6 @@ from worker.engine.engine import EngineCore, PreparedParts
 from worker.kernels.device import DeviceStream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
-from worker.wire import TokenizerBundle
 
 NUM_BLOCKS = 129
 BLOCK_SIZE = 4
@@ -71,14 +69,12 @@ class ThreadedEngine:
         self.frames: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
         self.answers: dict[RequestKey, Answer] = defaultdict(Answer)
         self.scheduler = Scheduler(self.allocator, BatchLimits(**limits), ())
-        member = WorkerMember(WorkerId("w"), Epoch("first"), "http://w", "m", "ns", "cpu", BLOCK_SIZE, 512, 1)
-        bundle = TokenizerBundle("f", "m", "r", b"{}", None, None, None, (), False, VOCAB, 512, BLOCK_SIZE)
         self.engine = EngineCore(
             self.scheduler,
             self.runner,
             PrefillRate(1000, 1.0),
-            bundle,
-            member,
+            BUNDLE,
+            MEMBER,
             self.metrics,
             async_scheduling=async_scheduling,
             sinks=EngineSinks(self._deliver, self.deaths.put, self.publisher),

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from cache.allocators import PrefixCache, make_allocator
 from cache.allocators.base import Allocator
-from cache.records import WorkerMember
-from cache.types import Epoch, WorkerId
+from tests.members import make_member
 from tests.worker.scheduler.arithmetic_runner import VOCAB, ArithmeticRunner
 from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
 from worker.contracts.metrics import WorkerMetrics
@@ -39,7 +38,7 @@ from worker.wire import (
 )
 
 ROOT = b"r" * 16
-MEMBER = WorkerMember(WorkerId("w"), Epoch("first"), "http://w", "m", "ns", "cpu", 4, 512, 1)
+MEMBER = make_member(epoch="first", block_size=4, max_model_len=512)
 BUNDLE = TokenizerBundle("f", "m", "r", b"{}", None, None, None, (), False, VOCAB, 512, 4)
 FAILED = failed_by(RuntimeError())
 METRICS = WorkerMetrics()  # of all engines: it takes long to make
