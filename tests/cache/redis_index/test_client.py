@@ -164,12 +164,13 @@ async def test_cancellation_during_a_failure_is_not_lost(monkeypatch: pytest.Mon
 
 
 async def test_silent_server_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    async with connected(lambda words: b"") as (scripted, client, _):
+    async with connected(lambda words: b"") as (scripted, client, garbage):
         with pytest.raises(RedisDownError, match="no reply for"):
             await call(client, "HELLO")
         await until(lambda: scripted.num_connections > 1)
         gc.collect()
         assert "never retrieved" not in caplog.text
+        assert not garbage
 
 
 @pytest.mark.parametrize("refusal", [b"MISCONF Redis cannot save.", b"BUSY Redis is busy running a script."])

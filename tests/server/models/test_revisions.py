@@ -146,6 +146,7 @@ class Revisions(RuleBasedStateMachine):
             model="tiny",
             namespace=BUNDLES[revision].namespace.fingerprint,
             epoch_started_ms=self.num_started,
+            aliases=(f"e{self.num_started}",),
         )
         self.world.workers[url] = Simulated(member, "broken" if broken else "up")
         self.index.registered[member.worker_id] = member
@@ -237,6 +238,8 @@ class Revisions(RuleBasedStateMachine):
             return
         served = self.models.get("tiny")
         assert served.fingerprint == want
+        workers = [each for each in self.world.workers.values() if each.state == "up" and each.member.namespace == want]
+        assert served.facts.aliases.issuperset(name for each in workers for name in each.member.aliases)
         found = None if self.index.away else self.index.memory.match([], "tiny")
         assert self.fleet.candidates("tiny", found, served.fingerprint)
 

@@ -106,6 +106,7 @@ async def test_a_full_queue_is_429(runner: SlowRunner) -> None:
         assert status == 429
         assert isinstance(got.last, Failed)
         assert (got.last.code, got.last.message) == ("queue_full", "2 requests wait already")
+        assert b'headstart_worker_request_refusals_total{code="queue_full"} 1.0' in worker.service.metrics.render()
         fresh = generate(range(4), 3)  # a stream that another worker has begun is taken
         begun = (replace(fresh.choices[0], output_ids=(answer(range(4), 100, 1)[0],)),)
         tasks.append(asyncio.create_task(worker.generate(replace(fresh, choices=begun))))

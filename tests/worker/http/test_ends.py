@@ -41,7 +41,7 @@ async def test_draining_lets_the_open_finish_and_refuses_the_new(worker: LiveWor
     async with worker.http.get(worker.url + "/health/live") as response:
         assert response.status == 200
     runner.free_running.set()
-    await worker.service.finish_drain(20.0)
+    await asyncio.wait_for(worker.service.finish_drain(2 * HANG_S), HANG_S)
     status, got = await task
     assert got.tokens[0] == answer(range(10), 100, 5)
 

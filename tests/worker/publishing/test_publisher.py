@@ -5,6 +5,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,7 @@ async def test_the_lease_is_renewed_without_events(redis_server: RedisServer) ->
     async with publishing(redis_server) as (publisher, index):
         publisher.inbox.offer([], WorkerLoad())
         await matches(index, [], 0)
+        assert not publisher.inbox.wake.is_set(), "it would never pause"
         before = (await index.entries())[0]
         async with asyncio.timeout(HANG_S):
             while (await index.entries())[0].lease_left_s <= before.lease_left_s:
@@ -229,7 +231,7 @@ async def test_a_failed_round_is_counted_reported_and_repaired(redis_server: Red
 
 
 async def test_a_worker_without_redis_reports_a_problem() -> None:
-    publisher = Publisher("redis://127.0.0.1:1", member(), PublisherInbox(), settings=PublisherSettings(silent_s=0.05))
+    publisher = Publisher("redis://127.0.0.1:1", member(), PublisherInbox(), settings=replace(FAST, silent_s=0.5))
     async with running(publisher):
         await until(lambda: "no connection" in (publisher.problem or ""))
 

@@ -109,6 +109,8 @@ def test_max_tokens_0_gives_the_prompts_logprobs_alone() -> None:
 def test_long_prompt_logprobs_come_in_several_frames() -> None:
     engine = HandEngine(num_blocks=200, max_num_batched_tokens=100, max_num_seqs=4)
     request = engine.submit(generate(range(600), 1, prompt_logprobs=0))
+    engine.step()
+    engine.scheduler.preempt_all()  # all of them are computed again
     engine.finish()
     got = engine.answer(request).prompt_logprobs
     assert got is not None

@@ -68,6 +68,9 @@ def test_the_last_token_is_not_exceeded_and_needs_no_draft() -> None:
     request = made.submit(generate(PERIOD * 2, 5))
     assert drafts(made) == [[0], [3]]
     assert made.answer(request).tokens[0] == PERIOD[:5]
+    continued = made.submit(generate(PERIOD * 2 + PERIOD[:5], 1))
+    made.finish()
+    assert continued.num_cached_tokens == 20, "the blocks of right drafts stay cached"
 
 
 def test_a_token_that_stops_ends_the_draft() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import HandEngine, generate
-from worker.scheduler.budget import BatchLimits
+from worker.scheduler.budget import BatchLimits, PrefillBudget
 
 
 def started(engine: HandEngine, requests) -> int:
@@ -87,6 +87,9 @@ def test_prefill_tokens_of_a_step_are_limited() -> None:
     engine.submit(generate(list(range(40)) * 2, 2))
     plan = engine.step()
     assert (plan.num_prefill_tokens, plan.num_decodes) == (24, 1)
+    budget = PrefillBudget.for_step(engine.scheduler.limits, num_decodes=1, num_prefills=1)
+    budget.drop_decode()
+    assert budget.left == 24
     engine.finish()
     assert engine.answer(decoding).tokens[0] == answer([1], 100, 50)
 
