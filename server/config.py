@@ -168,7 +168,6 @@ class GatewayConfig(SharedConfig):
         None,
         "a chat template instead of those of the models, or of one (default: none)",
         "[MODEL=]FILE",
-        flag="--chat-template",
         action="append",
         type=_model_template,
     )
@@ -176,7 +175,6 @@ class GatewayConfig(SharedConfig):
         None,
         "switches of the chat templates of all models, or of one, which requests may change (default: none)",
         "[MODEL=]JSON",
-        flag="--default-chat-template-kwargs",
         action="append",
         type=_model_kwargs,
     )
@@ -184,7 +182,6 @@ class GatewayConfig(SharedConfig):
         None,
         "switches of the chat templates of all models, or of one, which no request changes (default: none)",
         "[MODEL=]JSON",
-        flag="--force-chat-template-kwargs",
         action="append",
         type=_model_kwargs,
     )
