@@ -6,12 +6,12 @@ tokens are taken after they were generated, so they may overdraw: the next reque
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from ipaddress import IPv6Address, IPv6Network
 from typing import Annotated, Final, NoReturn
 
 import msgspec
@@ -21,6 +21,7 @@ from starlette.types import Scope
 from cache.redis_index import Charge, KeyUse
 from server.errors import OverloadedError
 from server.rates import DAY_S, DayBucket, TokenBucket
+from worker.common.sockets import address_of
 
 MAX_SOURCES: Final = 10_000  # bounds the memory that guessers from many addresses take
 _MINUTE_S: Final = 60.0
@@ -268,8 +269,5 @@ class AuthThrottle:
 def source_of(scope: Scope) -> str:
     """Return the client's address; for IPv6 its /64 network, all of which one client may have."""
     host = str((scope.get("client") or ("unknown",))[0])
-    try:
-        address = ipaddress.IPv6Address(host.partition("%")[0])
-    except ValueError:  # an IPv4 address, or none
-        return host
-    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
+    address = address_of(host)
+    return str(IPv6Network((address, 64), strict=False)) if isinstance(address, IPv6Address) else str(address or host)

@@ -11,15 +11,15 @@ name different clients, neither is believed: the address is the front's own.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Awaitable, Iterable, Sequence
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from ipaddress import IPv4Network, IPv6Network
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-Address = IPv4Address | IPv6Address
+from worker.common.sockets import Address, address_of
+
 Network = IPv4Network | IPv6Network
 _FOR: Final = re.compile(r'(?:^|;)\s*for\s*=\s*("(?:[^"\\]|\\.)*"|[^;\s]*)', re.IGNORECASE)
 _HOST: Final = re.compile(r"\[([^\]]*)\](?::\d+)?|([^:]*)(?::\d+)?|(.*)")
@@ -67,11 +67,7 @@ def _first_other(front: Address, hops: Sequence[str], networks: Sequence[Network
 def _address(text: str) -> Address | None:
     host = _HOST.fullmatch(text.strip().strip('"').strip())
     assert host is not None, "the last form takes any text"
-    try:
-        address = ipaddress.ip_address(host[1] or host[2] or host[3] or "")
-    except ValueError:
-        return None
-    return getattr(address, "ipv4_mapped", None) or address
+    return address_of(host[1] or host[2] or host[3] or "")
 
 
 def _is_in(address: Address, networks: Sequence[Network]) -> bool:

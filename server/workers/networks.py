@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from cache.records import WorkerMember, signature
 from cache.types import WorkerId
-from worker.common.sockets import in_url
+from worker.common.sockets import address_of, in_url
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, shared_protocol
 
 logger = logging.getLogger(__name__)
@@ -50,12 +50,8 @@ class WorkerNetworks:
             raise ValueError(f"--worker-networks: {error}") from None
 
     def allows(self, address: str) -> bool:
-        try:
-            ip = ipaddress.ip_address(address.partition("%")[0])
-        except ValueError:
-            return False
-        ip = getattr(ip, "ipv4_mapped", None) or ip
-        return any(ip in network for network in self._networks)
+        ip = address_of(address)
+        return ip is not None and any(ip in network for network in self._networks)
 
     def reject_reason(self, url: str) -> str | None:
         """Return why a worker's URL must not be used, or None. Does not resolve names."""
@@ -64,11 +60,8 @@ class WorkerNetworks:
         if self._tls_only and not url.startswith("https:"):
             return "it does not speak TLS, and --worker-ca asks for it"
         host = urlsplit(url).hostname or ""
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            return None
-        return None if self.allows(host) else f"{host} is outside of --worker-networks"
+        is_outside = address_of(host) is not None and not self.allows(host)
+        return f"{host} is outside of --worker-networks" if is_outside else None
 
     async def addresses(self, host: str, port: int) -> list[AddressInfo]:
         """Return the addresses that may be dialled for a host. Raises OSError, PermissionError when there is none."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from worker.common.command_line import reason
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 ANY_HOSTS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # every address, and where this machine reaches it
 _BACKLOG: Final = 2048  # a burst of new connections waits; the kernel may allow fewer
 
@@ -69,7 +70,7 @@ def reachable(host: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach a socket bound to `host`."""
-    address = _address(host)
+    address = address_of(host)
     return host == "localhost" if address is None else address.is_loopback
 
 
@@ -82,7 +83,7 @@ class HostNames:
 
     def __init__(self, bound: str, names: Iterable[str]) -> None:
         """`bound` is the address, or the name, that the port is bound to."""
-        self._bound = _address(bound)
+        self._bound = address_of(bound)
         self._names = {"localhost"} | {name.lower().rstrip(".") for name in names}
 
     def __contains__(self, host: str) -> bool:
@@ -90,7 +91,7 @@ class HostNames:
         name = (host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0]).lower().rstrip(".")
         if name in self._names:
             return True
-        address, bound = _address(name), self._bound
+        address, bound = address_of(name), self._bound
         if address is None:
             return False
         if bound is None or bound.is_unspecified:  # a name may stand for any address of this machine
@@ -98,8 +99,10 @@ class HostNames:
         return address == bound or (address.is_loopback and bound.is_loopback)
 
 
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def address_of(text: str) -> Address | None:
+    """Return the address that a text is, without a zone; one of IPv4 also where it is written as one of IPv6."""
     try:
-        return ipaddress.ip_address(text)
+        address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return None
+    return getattr(address, "ipv4_mapped", None) or address
