@@ -34,7 +34,7 @@ from server.cli.screen import Screen
 from server.config import parser as gateway_parser
 from worker.common.checks import missing_extra
 from worker.common.command_line import SECRET_VARIABLE, CommandParser, module_command
-from worker.common.private_folder import private_folder
+from worker.common.folders import private_folder
 from worker.common.sockets import ANY_HOSTS, in_url, listen
 
 STOP_GRACE_S: Final = 3.5

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from worker.common.cache_folder import cache_folder, delete_unused
 from worker.common.command_line import reason
 from worker.common.cores import num_cores
+from worker.common.folders import cache_folder, delete_unused
 from worker.files.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.common.cache_folder import cache_folder
-from worker.common.private_folder import private_folder
+from worker.common.folders import cache_folder, private_folder
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.common.cache_folder import cache_folder, delete_unused
+from worker.common.folders import cache_folder, delete_unused
 
 logger = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")

@@ -17,7 +17,7 @@ from server import cli
 from server.cli import doctor
 from tests.redis_server import RedisServer, newest_redis, redis_binaries
 from tests.server.cli.commands import status_of
-from worker.common.cache_folder import cache_folder
+from worker.common.folders import cache_folder
 
 
 @pytest.mark.parametrize(

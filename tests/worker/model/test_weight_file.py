@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from worker.common.cache_folder import UNUSED_S
+from worker.common.folders import UNUSED_S
 from worker.model import weight_file
 from worker.model.weight_file import Weights, load_prepared
 

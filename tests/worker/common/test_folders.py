@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from worker.common.private_folder import private_folder
+from worker.common.folders import private_folder
 
 HOLD = (
-    "import sys; from pathlib import Path; from worker.common.private_folder import private_folder\n"
+    "import sys; from pathlib import Path; from worker.common.folders import private_folder\n"
     "with private_folder(Path(sys.argv[1])) as folder:\n"
     "    (folder / 'file').touch(); print(folder, flush=True); sys.stdin.read()"
 )
