@@ -110,33 +110,25 @@ def make_app(
         ],
         exception_handlers=dict.fromkeys((RefusedError, WireError, EngineDeadError, ClientDisconnect), _on_error),
     )
-    return MembersOnly(app, token, instance, service) if token else ProgramsOnly(app, host, advertise_url)
+    guard = MembersOnly(token, instance, service) if token else ProgramsOnly(host, advertise_url)
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        failed = guard.refusal(scope) if scope["type"] == "http" else None
+        await (app if failed is None else _refusal_response(failed))(scope, receive, send)
+
+    return guarded
 
 
-class _Guard:
-    """Middleware that refuses requests."""
+class MembersOnly:
+    """Asks for `Authorization: Bearer TOKEN`, except on OPEN_PATHS (see `worker.common.proof`)."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failed = self._refusal(scope) if scope["type"] == "http" else None
-        await (self._app if failed is None else _refusal_response(failed))(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Failed | None:
-        raise NotImplementedError
-
-
-class MembersOnly(_Guard):
-    """Middleware that asks for `Authorization: Bearer TOKEN`, except on OPEN_PATHS (see `worker.common.proof`)."""
-
-    def __init__(self, app: ASGIApp, token: str, instance: str, service: WorkerService) -> None:
-        super().__init__(app)
+    def __init__(self, token: str, instance: str, service: WorkerService) -> None:
         self._token = token
         self._service = service
         self._instance_token = instance_token(token, instance).encode()
 
-    def _refusal(self, scope: Scope) -> Failed | None:
+    def refusal(self, scope: Scope) -> Failed | None:
+        """Return why a request gets no answer, or None."""
         if scope["path"] in OPEN_PATHS:
             return None
         headers = [(name, value) for name, value in scope["headers"] if name in (b"authorization", _EPOCH_HEADER)]
@@ -159,21 +151,21 @@ class MembersOnly(_Guard):
         return None if epoch == own else Failed("wrong_epoch", f"epoch: this is {own}", retryable=True)
 
 
-class ProgramsOnly(_Guard):
-    """Middleware that answers 403 to web pages, and to browsers under an unknown Host.
+class ProgramsOnly:
+    """Refuses web pages, and browsers under an unknown Host.
 
     Browsers send `Origin` with every request that changes something, `Sec-Fetch-Site` over HTTPS or loopback, and
     `Accept-Language` always; gateways send none of them, and may use any name of a worker. A page whose own name
     resolves to this machine (DNS rebinding) may send only `Accept-Language`, but its Host is foreign.
     """
 
-    def __init__(self, app: ASGIApp, bound: str, advertise_url: str | None) -> None:
+    def __init__(self, bound: str, advertise_url: str | None) -> None:
         """Accept `localhost`, this machine, `bound` (the value of --host) and the host of `advertise_url`."""
-        super().__init__(app)
         advertised = urlsplit(advertise_url or "").hostname or "localhost"
         self._hosts = HostNames(bound, (socket.gethostname(), bound, advertised))
 
-    def _refusal(self, scope: Scope) -> Failed | None:
+    def refusal(self, scope: Scope) -> Failed | None:
+        """Return why a request gets no answer, or None."""
         headers = Headers(scope=scope)
         host = headers.get("host")
         if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
