@@ -24,10 +24,10 @@ from server.api.models import ModelsApi
 from server.api.pooling import ENGINE_PATHS, PoolingEndpoint
 from server.api.responses import ResponsesEndpoint
 from server.api.tokenize import TokenizeApi
-from server.auth.authentication import AuthenticationMiddleware, Authenticator
+from server.auth.authentication import Authenticator, authenticated
 from server.config import GatewayConfig
 from server.errors import MESSAGES_PATH, MODELS_PATH, RESPONSES_PATH, UnavailableError
-from server.http.forwarded import ForwardedMiddleware
+from server.http.forwarded import behind_fronts
 from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
 from server.metrics import GatewayMetrics
 from server.request_context import RequestContext
@@ -89,19 +89,17 @@ class PublicApi:
         return json_response({"status": "ok", "workers": len(workers)})
 
 
-class HotRoutes:
-    """Innermost middleware: sends POSTs to these exact paths to their endpoint, without a scan of the routes."""
+def hot_routes(app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> ASGIApp:
+    """Send POSTs to these exact paths to their endpoint, without a scan of the routes. The innermost middleware."""
 
-    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
-        self._app = app
-        self._endpoints = endpoints
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+    def call(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        endpoint = endpoints.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
-            return self._app(scope, receive, send)
+            return app(scope, receive, send)
         require_json(scope["headers"])
         return endpoint(scope, receive, send)
+
+    return call
 
 
 def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
@@ -128,12 +126,12 @@ def public_app(
     return Application(
         routes=api.routes(),
         middleware=[
-            *([Middleware(ForwardedMiddleware, list(map(ip_network, proxies)))] if proxies else []),
+            *([Middleware(behind_fronts, list(map(ip_network, proxies)))] if proxies else []),
             *_cross_origin(config.cors_origin),
             Middleware(RequestMiddleware, metrics, access_log=config.access_log, count_usage=count_usage),
-            Middleware(AuthenticationMiddleware, authenticator),
+            Middleware(authenticated, authenticator),
             Middleware(BodyLimitMiddleware, config.max_body_bytes, api.services.models.max_body_bytes),
-            Middleware(HotRoutes, api.endpoints),
+            Middleware(hot_routes, api.endpoints),
         ],
         lifespan=lifespan,
     )

@@ -42,7 +42,7 @@ from server.auth.authentication import Authenticator
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
-from server.http.middleware import Application, KnownHostsMiddleware
+from server.http.middleware import Application, known_hosts
 from server.http.protocol import HttpLimits
 from server.http.server import GatewayListener, affordable_connections
 from server.http.stream import KeepAlive
@@ -190,7 +190,7 @@ class Gateway:
         tls = None if self._certificate is None else self._certificate.context
         public = GatewayListener(self.public, public_socket, self.http_limits, tls)
         known = HostNames(ops_socket.getsockname()[0], (config.ops_host, *config.ops_hosts))
-        ops = GatewayListener(KnownHostsMiddleware(self.ops, known, "--ops-hosts"), ops_socket, self.http_limits, tls)
+        ops = GatewayListener(known_hosts(self.ops, known, "--ops-hosts"), ops_socket, self.http_limits, tls)
         self._listeners = (public, ops)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

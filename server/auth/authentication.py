@@ -73,61 +73,49 @@ def _bearer(scope: Scope) -> bytes:
     return key if len(key) <= MAX_KEY_BYTES else b""
 
 
-class AuthenticationMiddleware:
-    """Puts an Identity into the scope, and counts the requests of a key with limits."""
+def authenticated(app: ASGIApp, authenticator: Authenticator) -> ASGIApp:
+    """Put an Identity into the scope, and count the requests of a key with limits."""
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
-        self._app = app
-        self._authenticator = authenticator
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    def call(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["path"] in OPEN_PATHS:
-            return self._app(scope, receive, send)
-        scope[IDENTITY] = identity = self._authenticator.authenticate(scope)
+            return app(scope, receive, send)
+        scope[IDENTITY] = identity = authenticator.authenticate(scope)
         CURRENT.get().sender, usage = (identity.tenant, identity.key_name), identity.usage
         if usage is not None:
             CURRENT.get().limit_headers = usage.headers
             if scope["method"] == "POST":
-                return self._limited(usage, scope, receive, send)
-        return self._app(scope, receive, send)
+                return limited(usage, scope, receive, send)
+        return app(scope, receive, send)
 
-    async def _limited(self, usage: KeyUsage, scope: Scope, receive: Receive, send: Send) -> None:
+    async def limited(usage: KeyUsage, scope: Scope, receive: Receive, send: Send) -> None:
         await usage.admit()
         try:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
         finally:
             usage.close()
 
+    return call
 
-class OpsKeyMiddleware:
-    """Requires `Authorization: Bearer KEY` for every change through the ops port; without a key, a local client.
 
-    A question about a tenant's cache counts as a change.
+def with_ops_key(app: ASGIApp, key: bytes | None, *, local: bool, has_tenants: bool = False) -> ASGIApp:
+    """Require `Authorization: Bearer KEY` for every change through the ops port; without a key, a local client.
+
+    A question about a tenant's cache counts as a change. `local`: only this machine reaches the ops port.
+    `has_tenants`: API keys keep clients apart.
     """
+    digest = None if key is None else digest_of(key)
+    is_alone = local and key is None
 
-    def __init__(self, app: ASGIApp, key: bytes | None, *, local: bool, has_tenants: bool = False) -> None:
-        """`local`: only this machine reaches the ops port. `has_tenants`: API keys keep clients apart."""
-        self._app = app
-        self._digest = None if key is None else digest_of(key)
-        self._local = local
-        self._has_tenants = has_tenants
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        is_alone = self._local and self._digest is None
-        may_ask = is_alone or not (self._has_tenants or scope.get("query_string"))
+    def call(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["method"] in _READING:
-            is_allowed = is_alone or "tenant" not in QueryParams(scope.get("query_string", b""))
+            is_open = "tenant" not in QueryParams(scope.get("query_string", b""))
         else:
-            is_allowed = may_ask and scope["path"] in _QUESTIONS
-        if not is_allowed:
-            self._check(scope)
-        return self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
-        """Raises AuthenticationError or ForbiddenError."""
-        if self._digest is None:
-            if not self._local:
+            is_open = scope["path"] in _QUESTIONS and not (has_tenants or scope.get("query_string"))
+        if not (is_open or is_alone):
+            if digest is None:
                 raise ForbiddenError("Others reach this port: start the gateway with --ops-key-file to allow this.")
-            return
-        if not hmac.compare_digest(digest_of(_bearer(scope)), self._digest):
-            raise AuthenticationError("The ops key is needed: Authorization: Bearer KEY.")
+            if not hmac.compare_digest(digest_of(_bearer(scope)), digest):
+                raise AuthenticationError("The ops key is needed: Authorization: Bearer KEY.")
+        return app(scope, receive, send)
+
+    return call

@@ -82,7 +82,7 @@ class Identity:
 
 
 def identity_of(scope: Scope) -> Identity:
-    """Return the identity that AuthenticationMiddleware has put into the scope."""
+    """Return the identity that `authenticated` has put into the scope."""
     identity: Identity = scope[IDENTITY]
     return identity
 

@@ -26,18 +26,16 @@ _HOST: Final = re.compile(r"\[([^\]]*)\](?::\d+)?|([^:]*)(?::\d+)?|(.*)")
 """An address in brackets, one with a port, or an IPv6 address."""
 
 
-class ForwardedMiddleware:
-    """Puts the address of the client into the scope, instead of that of the front."""
+def behind_fronts(app: ASGIApp, networks: Sequence[Network]) -> ASGIApp:
+    """Put the address of the client into the scope, instead of that of the front."""
 
-    def __init__(self, app: ASGIApp, networks: Sequence[Network]) -> None:
-        self._app = app
-        self._networks = networks
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    def call(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if (peer := scope.get("client")) is not None:
-            address = client_address(str(peer[0]), scope["headers"], self._networks)
+            address = client_address(str(peer[0]), scope["headers"], networks)
             scope = {**scope, "client": (address, 0)}
-        return self._app(scope, receive, send)
+        return app(scope, receive, send)
+
+    return call
 
 
 def client_address(peer: str, headers: Iterable[tuple[bytes, bytes]], networks: Sequence[Network]) -> str:

@@ -221,19 +221,15 @@ class BodyLimitMiddleware:
             raise BodyTooLargeError(f"{message}: send less text.")
 
 
-class KnownHostsMiddleware:
-    """Answers 403 to an unknown Host header, see `HostNames`."""
+def known_hosts(app: ASGIApp, hosts: HostNames, option: str) -> ASGIApp:
+    """Answer 403 to an unknown Host header, see `HostNames`. `option` adds names to the known ones."""
 
-    def __init__(self, app: ASGIApp, hosts: HostNames, option: str) -> None:
-        """`option` adds names to the known ones."""
-        self._app = app
-        self._hosts = hosts
-        self._option = option
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    def call(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         host = Headers(scope=scope).get("host")
-        if host is None or host in self._hosts:  # HTTP/1.0 may name none, but no browser speaks it
-            return self._app(scope, receive, send)
-        advice = f"start the gateway with {self._option} to allow it"
+        if host is None or host in hosts:  # HTTP/1.0 may name none, but no browser speaks it
+            return app(scope, receive, send)
+        advice = f"start the gateway with {option} to allow it"
         message = f"This port does not answer to the Host {host!r:.300}: {advice}."
         return send_error(ForbiddenError(message, code="unknown_host"), send)
+
+    return call

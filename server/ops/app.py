@@ -26,7 +26,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.formatting import json_response
-from server.auth.authentication import OpsKeyMiddleware
+from server.auth.authentication import with_ops_key
 from server.auth.identity import DEFAULT_TENANT, Identity
 from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
 from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware, send_error
@@ -209,26 +209,24 @@ def page_routes() -> list[Route]:
     ]
 
 
-class PagesMiddleware:
-    """Sends requests under `CHAT_API` to the public app, in process, and all others to the ops app.
+def with_chat_api(app: ASGIApp, public: ASGIApp) -> ASGIApp:
+    """Send requests under `CHAT_API` to the public app, in process, and all others to the ops app.
 
     The chat page sends the API key that the user typed, so it has the access of the public port. A page of another site
     in an operator's browser gets 403 if its request changes something.
     """
 
-    def __init__(self, app: ASGIApp, public: ASGIApp) -> None:
-        self._app = app
-        self._public = public
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] not in _SAFE_METHODS and _is_foreign(Headers(scope=scope)):
             error = ForbiddenError("Pages of other sites may not use the ops port.", code="cross_origin")
             await send_error(error, send)
         elif scope["type"] == "http" and scope["path"].startswith(CHAT_API + "/"):
             path = scope["path"].removeprefix(CHAT_API)
-            await self._public({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+            await public({**scope, "path": path, "raw_path": path.encode()}, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
+
+    return call
 
 
 def _is_foreign(headers: Headers) -> bool:
@@ -244,9 +242,9 @@ def ops_app(api: OpsApi, public: ASGIApp, key: bytes | None, *, local: bool, has
     return Application(
         routes=api.routes(),
         middleware=[
-            Middleware(PagesMiddleware, public),
+            Middleware(with_chat_api, public),
             Middleware(RequestMiddleware, GatewayMetrics()),  # its own: requests of operators are not traffic
-            Middleware(OpsKeyMiddleware, key, local=local, has_tenants=has_tenants),
+            Middleware(with_ops_key, key, local=local, has_tenants=has_tenants),
             Middleware(BodyLimitMiddleware, MAX_BODY_BYTES),
         ],
     )

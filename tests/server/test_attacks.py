@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from server.auth.authentication import OpsKeyMiddleware
+from server.auth.authentication import with_ops_key
 from server.errors import ApiError
 from server.event_loop import run_now
 from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol, HttpLimits
@@ -191,7 +191,7 @@ async def test_changes_need_the_ops_key(
     async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
         pass
 
-    guard = OpsKeyMiddleware(app, key, local=local)
+    guard = with_ops_key(app, key, local=local)
     values = shown if isinstance(shown, list) else [] if shown is None else [shown]
     headers = [(b"authorization", value) for value in values]
     got = 200

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from server.http.middleware import KnownHostsMiddleware
+from server.http.middleware import known_hosts
 from server.http.stream import CancelOnDisconnect, client_of
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
@@ -210,7 +210,7 @@ async def test_targets_in_absolute_form_name_the_host(target: str, status: int, 
 
 @pytest.mark.parametrize(("target", "header", "known"), [("localhost", "evil", True), ("evil", "localhost", False)])
 async def test_ports_ask_for_the_host_of_the_target(target: str, header: str, known: bool) -> None:
-    app = KnownHostsMiddleware(Desk(), HostNames("127.0.0.1", []), "--ops-hosts")
+    app = known_hosts(Desk(), HostNames("127.0.0.1", []), "--ops-hosts")
     async with Port(None, app=app) as port:
         for version in VERSIONS:
             head = f"GET http://{target}/now HTTP/{version}\r\nHost: {header}\r\nConnection: close\r\n\r\n"

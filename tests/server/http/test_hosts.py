@@ -7,7 +7,7 @@ import socket
 import aiohttp
 import pytest
 
-from server.http.middleware import KnownHostsMiddleware
+from server.http.middleware import known_hosts
 from worker.common.sockets import HostNames
 from worker.http.app import ProgramsOnly
 
@@ -67,7 +67,7 @@ async def hello(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize(("bound", "host", "known"), CASES)
 async def test_known_hosts_of_a_port(bound: str, host: str, known: bool) -> None:
-    ops = KnownHostsMiddleware(hello, HostNames(bound, ["named.example"]), "--ops-hosts")
+    ops = known_hosts(hello, HostNames(bound, ["named.example"]), "--ops-hosts")
     assert await answered(ops, {"host": host}) is known
     assert await answered(ops, {}), "HTTP/1.0"
     worker = ProgramsOnly(bound, "http://named.example:8100")
