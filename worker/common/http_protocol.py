@@ -19,7 +19,8 @@ import asyncio
 import socket
 import struct
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, MutableMapping
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -186,7 +187,7 @@ class StrictProtocol(HttpToolsProtocol):
             on_response=self.on_response_complete,
         )
         self.scope[ANSWER] = weakref.ref(self.cycle)  # type: ignore[typeddict-unknown-key]
-        app: Any = Http10Answer(self.app, self.cycle) if head.version == "1.0" else self.app
+        app: Any = partial(answer_http10, self.app, self.cycle) if head.version == "1.0" else self.app
         self._start_asgi_task(self.cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -313,40 +314,32 @@ class AnswerTransport:
         self._transport.abort()
 
 
-class Http10Answer:
-    """The app for one request of HTTP/1.0, which has no chunks.
+async def answer_http10(app: ASGIApp, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send) -> None:
+    """Run the app for one request of HTTP/1.0, which has no chunks.
 
     A body without a length ends with the connection, and a broken one with a reset. `Connection: keep-alive` is
-    confirmed where the body has a length.
+    confirmed where the body has a length and the client asks to keep the connection (`cycle.keep_alive`).
     """
+    is_unframed = False
 
-    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
-        """`cycle.keep_alive`: the client asks to keep the connection."""
-        self._app = app
-        self._cycle = cycle
-        self._is_unframed = False
+    async def send_unchunked(message: Message) -> None:
+        nonlocal is_unframed
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            names = {name.lower() for name, _ in headers}
+            has_end = scope["method"] == "HEAD" or message["status"] in _BODILESS or b"content-length" in names
+            if not has_end:
+                is_unframed = True
+                cycle.keep_alive = cycle.chunked_encoding = False
+            elif cycle.keep_alive and b"connection" not in names:
+                message["headers"] = [*headers, (b"connection", b"keep-alive")]
+        elif is_unframed:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_unchunked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._begin(message)
-            elif self._is_unframed:
-                self._cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_unchunked)
-        finally:
-            transport: Any = self._cycle.transport
-            if self._is_unframed and not (self._cycle.response_complete or transport.is_closing()):
-                transport.reset()
-
-    def _begin(self, head: MutableMapping[str, Any]) -> None:
-        cycle, headers = self._cycle, list(head.get("headers", ()))
-        names = {name.lower() for name, _ in headers}
-        has_end = cycle.scope["method"] == "HEAD" or head["status"] in _BODILESS or b"content-length" in names
-        if not has_end:
-            self._is_unframed = True
-            cycle.keep_alive = cycle.chunked_encoding = False
-        elif cycle.keep_alive and b"connection" not in names:
-            head["headers"] = [*headers, (b"connection", b"keep-alive")]
+    try:
+        await app(scope, receive, send_unchunked)
+    finally:
+        transport: Any = cycle.transport
+        if is_unframed and not (cycle.response_complete or transport.is_closing()):
+            transport.reset()
