@@ -36,7 +36,7 @@ from worker.common.listener import Listener
 from worker.common.logs import configure_logging
 from worker.common.proof import gateway_token
 from worker.common.sockets import allow_files, is_loopback, listen, reachable
-from worker.common.tls import ServerCertificate, WorkerCa
+from worker.common.tls import TlsFiles
 from worker.common.tracing import Tracing, open_tracing
 from worker.common.watchdog import watched
 from worker.config import WorkerConfig, parse
@@ -114,8 +114,8 @@ class Worker:
         self,
         config: WorkerConfig,
         tracing: Tracing | None = None,
-        certificate: ServerCertificate | None = None,
-        ca: WorkerCa | None = None,
+        certificate: TlsFiles | None = None,
+        ca: TlsFiles | None = None,
     ) -> None:
         self._config = config
         self._certificate = certificate

@@ -23,7 +23,7 @@ from tests.redis_server import RedisServer
 from tests.tcp_sockets import check_connections
 from tests.waiting import HANG_S, wait_until
 from worker.common.proof import gateway_token
-from worker.common.tls import WorkerCa
+from worker.common.tls import ca_files
 from worker.contracts.exchange import BlocksWanted
 from worker.kv_transfer.peers import PeerClient
 from worker.wire import TokenizerBundle, pack, unpack
@@ -236,7 +236,7 @@ def test_peers_speak_tls_and_check_each_other(fleet: SecureFleet) -> None:
         (fleet.authority.path, None, False),
         (others.path, WORKER_NAME, False),
     ):
-        client = PeerClient(AnyRecord(member.layout), token, WorkerCa(str(ca), name).context)
+        client = PeerClient(AnyRecord(member.layout), token, ca_files(str(ca), name).context)
         try:
             with client.fetching(member.url, member.epoch, links) as reader:
                 assert reader.read(links[0], payload, bytes)

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from cache.redis_index import ReaderSettings, WriterSettings, check_key_part, check_url
 from worker.common.command_line import SECRET_VARIABLE, CommandParser, read_secret, read_text, reason
 from worker.common.logs import LOG_FORMATS, LogFormat
-from worker.common.tls import ServerCertificate, WorkerCa
+from worker.common.tls import TlsFiles, ca_files, certificate_files
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _Settings = TypeVar("_Settings", ReaderSettings, WriterSettings)
@@ -128,15 +128,15 @@ class SharedConfig:
             cluster_secret=self.cluster_secret(),
         )
 
-    def certificate(self) -> ServerCertificate | None:
+    def certificate(self) -> TlsFiles | None:
         """Load the certificate that is shown to clients. Raises ValueError."""
         if self.tls_cert is None or self.tls_key is None:
             return None
-        return ServerCertificate(self.tls_cert, self.tls_key)
+        return certificate_files(self.tls_cert, self.tls_key)
 
-    def workers_ca(self) -> WorkerCa | None:
+    def workers_ca(self) -> TlsFiles | None:
         """Load the CA of the workers. Raises ValueError."""
-        return None if self.worker_ca is None else WorkerCa(self.worker_ca, self.worker_tls_name)
+        return None if self.worker_ca is None else ca_files(self.worker_ca, self.worker_tls_name)
 
 
 def comma_separated(text: str) -> list[str]:

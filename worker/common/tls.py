@@ -89,27 +89,24 @@ def client_context(option: str, ca: str | Path | None) -> ssl.SSLContext:
         raise ValueError(f"{option} {ca}: {reason(error)}") from None
 
 
-class ServerCertificate(TlsFiles):
-    """The certificate of a server: a PEM file with the chain to the CA, and one with its key."""
+def certificate_files(cert: str, key: str) -> TlsFiles:
+    """Return a server's certificate: a PEM file with the chain to the CA, and one with its key. Raises ValueError."""
 
-    def __init__(self, cert: str, key: str) -> None:
-        """Raises ValueError."""
+    def refuse() -> str:  # without it, OpenSSL would ask at the terminal, and wait
+        raise OSError("the key has a passphrase, which cannot be asked for: remove it with `openssl pkey`")
 
-        def refuse() -> str:  # without it, OpenSSL would ask at the terminal, and wait
-            raise OSError("the key has a passphrase, which cannot be asked for: remove it with `openssl pkey`")
-
-        load = partial(ssl.SSLContext.load_cert_chain, certfile=cert, keyfile=key, password=refuse)
-        super().__init__("--tls-cert, --tls-key", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), load, cert, key)
+    load = partial(ssl.SSLContext.load_cert_chain, certfile=cert, keyfile=key, password=refuse)
+    return TlsFiles("--tls-cert, --tls-key", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), load, cert, key)
 
 
-class WorkerCa(TlsFiles):
-    """The CA that signs workers' certificates. A CA removed from the file stays trusted until the next start."""
+def ca_files(ca: str, name: str | None = None) -> TlsFiles:
+    """Return the CA that signs workers' certificates. One removed from the file stays trusted until the next start.
 
-    def __init__(self, ca: str, name: str | None = None) -> None:
-        """`name`: the name in a worker's certificate, when that is not its address. Raises ValueError."""
-        context = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.peer = {} if name is None else {"server_hostname": name}
-        super().__init__("--worker-ca", context, lambda each: each.load_verify_locations(ca), ca)
+    `name`: the name in a worker's certificate, when that is not its address. Raises ValueError.
+    """
+    context = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.peer = {} if name is None else {"server_hostname": name}
+    return TlsFiles("--worker-ca", context, lambda each: each.load_verify_locations(ca), ca)
 
 
 class _NamedContext(ssl.SSLContext):

@@ -29,7 +29,7 @@ from tests.server.http.test_tls import LIMITS, Port
 from tests.waiting import HANG_S, until
 from worker.common import http_protocol
 from worker.common.connection_limit import ConnectionLimit
-from worker.common.tls import ServerCertificate
+from worker.common.tls import certificate_files
 
 MIB = 1 << 20
 SIZES = [1024, 65_536, 100_000, 160_000, MIB, 16 * MIB]
@@ -92,7 +92,7 @@ def test_disconnect_is_noticed_after_any_request(loop: str, tls: bool, authority
         desk = Desk()
         shown, trusted = None, None
         if tls:
-            shown = ServerCertificate(*map(str, authority.issue("gateway", "127.0.0.1"))).context
+            shown = certificate_files(*map(str, authority.issue("gateway", "127.0.0.1"))).context
             trusted = authority.trust()
         async with Port(shown, app=desk) as port:
             for size in SIZES:

@@ -14,7 +14,7 @@ import pytest
 from tests.certificates import Authority
 from tests.server.http.test_tls import LIMITS, Port, hello
 from tests.waiting import HANG_S, until
-from worker.common.tls import ServerCertificate
+from worker.common.tls import certificate_files
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LONG = replace(LIMITS, header_timeout_s=HANG_S, keep_alive_s=HANG_S, max_connections=20)
@@ -35,7 +35,7 @@ async def test_silent_connections_take_no_more_than_the_limit(has_tls: bool, tmp
     """The oldest of them go, and the others are answered."""
     authority = Authority(tmp_path / "ca")
     cert, key = authority.issue("gateway", "127.0.0.1")
-    tls = ServerCertificate(str(cert), str(key)).context if has_tls else None
+    tls = certificate_files(str(cert), str(key)).context if has_tls else None
     async with Port(tls, LONG, app=hello) as port:
         trust = authority.trust() if has_tls else None
         reader, kept = await asyncio.open_connection("127.0.0.1", port.port, ssl=trust)

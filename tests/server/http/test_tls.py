@@ -26,7 +26,7 @@ from tests.certificates import Authority
 from tests.server.gateway_app import QuietListener
 from tests.waiting import HANG_S, until
 from worker.common.proof import PROVE_PATH, new_instance, prove
-from worker.common.tls import ServerCertificate, WorkerCa
+from worker.common.tls import ca_files, certificate_files
 from worker.config import WorkerConfig
 from worker.wire import pack
 
@@ -103,7 +103,7 @@ class Port:
 
 async def test_a_new_certificate_is_shown_without_a_restart(authority: Authority) -> None:
     cert, key = authority.issue("gateway", "127.0.0.1")
-    certificate = ServerCertificate(str(cert), str(key))
+    certificate = certificate_files(str(cert), str(key))
     async with Port(certificate.context) as port:
         first = await port.serial(authority.trust())
         pair = cert.read_bytes(), key.read_bytes()
@@ -121,7 +121,7 @@ async def test_a_new_certificate_is_shown_without_a_restart(authority: Authority
 
 async def test_certificate_and_key_must_be_a_valid_pair(authority: Authority, tmp_path: Path) -> None:
     cert, key = authority.issue("gateway", "127.0.0.1")
-    async with Port(ServerCertificate(str(cert), str(key)).context) as port:
+    async with Port(certificate_files(str(cert), str(key)).context) as port:
         with pytest.raises(ssl.SSLCertVerificationError):
             await port.serial(Authority(tmp_path / "stranger").trust())
         old = authority.trust()
@@ -133,7 +133,7 @@ async def test_certificate_and_key_must_be_a_valid_pair(authority: Authority, tm
 
 async def test_missing_handshake_is_cut(authority: Authority) -> None:
     cert, key = authority.issue("gateway", "127.0.0.1")
-    async with Port(ServerCertificate(str(cert), str(key)).context) as port:
+    async with Port(certificate_files(str(cert), str(key)).context) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         async with asyncio.timeout(HANG_S):
             assert await reader.read() == b""
@@ -156,11 +156,11 @@ async def test_worker_certificates_are_checked(
 ) -> None:
     cert, key = authority.issue("worker", *names)
     trusted = authority if ca else Authority(tmp_path / "another")
-    worker_ca = WorkerCa(str(trusted.path), expected)
+    worker_ca = ca_files(str(trusted.path), expected)
     networks = WorkerNetworks(tls_only=True)
     client = WorkerClient("token", networks, worker_ca.context)
     try:
-        async with Port(ServerCertificate(str(cert), str(key)).context, app=worker) as port:
+        async with Port(certificate_files(str(cert), str(key)).context, app=worker) as port:
             url = f"https://127.0.0.1:{port.port}"
             assert await client.is_alive(url) == works
             if works:
@@ -178,10 +178,10 @@ async def test_worker_certificates_are_checked(
 async def test_a_new_ca_is_trusted_without_a_restart(authority: Authority, tmp_path: Path) -> None:
     other = Authority(tmp_path / "new")
     cert, key = other.issue("worker", "127.0.0.1")
-    ca = WorkerCa(str(authority.path))
+    ca = ca_files(str(authority.path))
     client = WorkerClient(tls=ca.context)
     try:
-        async with Port(ServerCertificate(str(cert), str(key)).context, app=worker) as port:
+        async with Port(certificate_files(str(cert), str(key)).context, app=worker) as port:
             url = f"https://127.0.0.1:{port.port}"
             assert not await client.is_alive(url)
             authority.path.write_bytes(authority.path.read_bytes() + other.path.read_bytes())

@@ -22,7 +22,7 @@ from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, LAYOUT, PAYLOAD_B
 from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, PAYLOADS, PROMPT, TOKEN, moving_worker
 from tests.worker.scheduler.engine import ROOT
 from worker.common.proof import gateway_token
-from worker.common.tls import ServerCertificate, WorkerCa
+from worker.common.tls import ca_files, certificate_files
 from worker.contracts.exchange import ChainsWanted, Handover, OfferedChain, frame_head
 from worker.kv_transfer import peers
 from worker.kv_transfer.peers import FetchError, PeerClient, PeerStream
@@ -295,7 +295,7 @@ async def test_an_address_that_is_none(url: str) -> None:
 async def test_a_peer_shows_the_certificate_of_the_workers(tmp_path: Path) -> None:
     """All workers share one, for `--worker-tls-name`, and are called by their addresses."""
     authority = Authority(tmp_path)
-    tls = ServerCertificate(*map(str, authority.issue("workers", "workers.example"))).context
+    tls = certificate_files(*map(str, authority.issue("workers", "workers.example"))).context
     trusted, other = authority.path, Authority(tmp_path / "other").path
     async with answering(CHUNKED + WHOLE, tls=tls) as url:
         for ca, name, num_fetched in (
@@ -303,7 +303,7 @@ async def test_a_peer_shows_the_certificate_of_the_workers(tmp_path: Path) -> No
             (trusted, None, 0),
             (other, "workers.example", 0),
         ):
-            got = await fetched(url, PeerClient(RECORD, TOKEN, WorkerCa(str(ca), name).context))
+            got = await fetched(url, PeerClient(RECORD, TOKEN, ca_files(str(ca), name).context))
             assert len(got.payloads) == num_fetched
             assert num_fetched or isinstance(got.error, ssl.SSLCertVerificationError)
 
