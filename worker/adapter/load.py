@@ -17,7 +17,7 @@ from typing import Final
 from cache.records import WorkerLoad
 from cache.types import GatewayId
 from worker.adapter.api import EngineLoad
-from worker.adapter.prefill_line import PrefillLine
+from worker.adapter.prefill_line import Measured, PrefillLine
 from worker.contracts.engine import RequestKey
 from worker.contracts.rates import QueuePace, StartInterval
 
@@ -28,9 +28,19 @@ _UNSEEN_S: Final = 10.0
 """After this time without a first token, the engine's totals measure prefills."""
 
 
+@dataclass(slots=True)
+class Step:
+    """First tokens that came together: when the first and the last came, and the tokens of their prefills."""
+
+    first_s: float
+    last_s: float
+    num_tokens: int
+    measured: Measured | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """A request without a first token."""
+    """A request of which the engine has the prompt."""
 
     key: RequestKey
     gateway_id: GatewayId
@@ -41,6 +51,8 @@ class Prefill:
     """Its first token will be seen: the answer is a stream."""
     started_s: float | None = None
     """When its prefill began, by the adapter's estimate."""
+    step: Step | None = None
+    """The step that gave its first token, where that measures."""
 
 
 class LoadAccount:
@@ -59,8 +71,8 @@ class LoadAccount:
         """Open answers without a first token to see: their prefills may run at any time."""
         self._since_s: float | None = None
         """When the prefills that are measured began; None: unknown."""
-        self._step: tuple[float, float, int] | None = None
-        """First tokens that came together: when the first and the last came, and the tokens of their prefills."""
+        self._step: Step | None = None
+        """The last one, until it is measured."""
         self._totals: EngineLoad | None = None
         self._measured_s = -math.inf
         """When a first token last measured prefills."""
@@ -113,21 +125,22 @@ class LoadAccount:
             return
         if not self._is_together(now_s):
             self._measure()
-        first_s, _, num_tokens = self._step or (now_s, now_s, 0)
-        self._step = first_s, now_s, num_tokens + prefill.num_tokens
+        prefill.step = self._step = self._step or Step(now_s, now_s, 0)
+        self._step.last_s = now_s
+        self._step.num_tokens += prefill.num_tokens
 
     def _is_together(self, now_s: float) -> bool:
         """Return whether a first token now would belong to the last step."""
         if self._step is None or self._since_s is None:
             return False
-        return now_s - self._step[0] <= max(_TOGETHER_S, _TOGETHER * (self._step[0] - self._since_s))
+        return now_s - self._step.first_s <= max(_TOGETHER_S, _TOGETHER * (self._step.first_s - self._since_s))
 
     def _measure(self) -> None:
         """Measure the last step, if it is not measured yet."""
         if self._step is not None and self._since_s is not None:
-            first_s, last_s, num_tokens = self._step
-            self.line.add(num_tokens, max(1e-6, first_s - self._since_s), first_s)
-            self._since_s = self._measured_s = last_s
+            step = self._step
+            step.measured = self.line.add(step.num_tokens, max(1e-6, step.first_s - self._since_s), step.first_s)
+            self._since_s = self._measured_s = step.last_s
         self._step = None
 
     def drop(self, prefill: Prefill) -> None:
@@ -139,10 +152,15 @@ class LoadAccount:
                 self._measure()
                 self._since_s = None
 
-    def end(self, prefill: Prefill) -> None:
-        """Forget a request whose answer is over."""
+    def end(self, prefill: Prefill, num_computed: int | None = None) -> None:
+        """Forget a request whose answer is over. `num_computed`: the tokens of its prefill, where reported."""
         self.drop(prefill)
         self._num_unseen -= not prefill.is_seen
+        step = prefill.step
+        if step is not None and num_computed is not None and num_computed != prefill.num_tokens:
+            step.num_tokens += num_computed - prefill.num_tokens
+            if step.measured is not None:
+                self.line.correct(step.measured, step.num_tokens)
 
     def seconds_left(self) -> float:
         """Return the time until the last prefill in line has probably ended."""

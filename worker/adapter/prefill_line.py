@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
 _HALF_LIFE_S: Final = 20.0
@@ -21,6 +22,16 @@ _LONG_S: Final = 1.3
 """The time of a prefill that mostly goes by its tokens, whatever its fixed part."""
 
 
+@dataclass(slots=True)
+class Measured:
+    """A measurement, as it stands in the sums."""
+
+    duration_s: float
+    age: float
+    """The line's age when it was added, in half-lives."""
+    point: tuple[float, ...]
+
+
 class PrefillLine:
     """Seconds of a prefill as a line over its tokens: a fixed part, and a part for each token.
 
@@ -36,6 +47,7 @@ class PrefillLine:
         self.is_unsure = False
         """Tokens are less than a third of the mean time: the rate is less sure than the time of a prefill."""
         self._sums = [0.0] * 7
+        self._age = 0.0
         self._engine_tokens = self._engine_s = 0.0
         self._measured_s: float | None = None
 
@@ -54,18 +66,34 @@ class PrefillLine:
         self._engine_tokens = fade * self._engine_tokens + num_tokens
         self._engine_s = fade * self._engine_s + busy_s
 
-    def add(self, num_tokens: float, duration_s: float, now_s: float) -> None:
+    def add(self, num_tokens: float, duration_s: float, now_s: float) -> Measured:
         """Add a prefill that ended at `now_s`."""
         idle_s = 0.0 if self._measured_s is None else max(0.0, now_s - duration_s - self._measured_s)
         self._measured_s = now_s
-        fade = 0.5 ** (duration_s / _HALF_LIFE_S + idle_s / _IDLE_HALF_LIFE_S)
+        num_halvings = duration_s / _HALF_LIFE_S + idle_s / _IDLE_HALF_LIFE_S
+        self._age += num_halvings
+        measured = Measured(duration_s, self._age, self._point(num_tokens, duration_s))
+        self._sums = [0.5**num_halvings * each + new for each, new in zip(self._sums, measured.point, strict=True)]
+        self._fit()
+        return measured
+
+    def correct(self, measured: Measured, num_tokens: float) -> None:
+        """Replace the tokens of a measurement: the engine has found another part of the prompt cached."""
+        before, measured.point = measured.point, self._point(num_tokens, measured.duration_s)
+        left = 0.5 ** (self._age - measured.age)
+        changes = zip(self._sums, before, measured.point, strict=True)
+        self._sums = [each + left * (new - old) for each, old, new in changes]
+        self._fit()
+
+    def _point(self, num_tokens: float, duration_s: float) -> tuple[float, ...]:
         # The weight goes by the expected time: by the measured one, short times would pull more than long ones.
         expected_s = self.seconds(num_tokens) or duration_s
         usual_s = min(max(expected_s, duration_s / _MAX_SURPRISE), duration_s * _MAX_SURPRISE)
         weight = (usual_s + _JITTER_S) ** -2
         x, y = weight * num_tokens, weight * duration_s
-        point = (1.0, weight, x, y, x * num_tokens, x * duration_s, y * duration_s)
-        self._sums = [fade * each + new for each, new in zip(self._sums, point, strict=True)]
+        return 1.0, weight, x, y, x * num_tokens, x * duration_s, y * duration_s
+
+    def _fit(self) -> None:
         num, weights, xs, ys, xxs, xys, yys = self._sums
         mean_tokens, mean_s = xs / weights, ys / weights
         variance, covariance = xxs - xs * mean_tokens, xys - xs * mean_s

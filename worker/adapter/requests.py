@@ -192,7 +192,8 @@ class EngineRequests:
                         self._sink.report(self._blocks.remove_missing(hashes, active.num_cached, at_batch))
                     self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
                 finally:
-                    self._account.end(prefill)
+                    num_cached = active.num_cached
+                    self._account.end(prefill, None if num_cached is None else len(request.prompt_ids) - num_cached)
                     self._start_reached()
         return active.end()
 
