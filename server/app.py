@@ -28,7 +28,7 @@ from server.auth.authentication import Authenticator, authenticated
 from server.config import GatewayConfig
 from server.errors import MESSAGES_PATH, MODELS_PATH, RESPONSES_PATH, UnavailableError
 from server.http.forwarded import behind_fronts
-from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
+from server.http.middleware import Application, body_limit, with_context
 from server.metrics import GatewayMetrics
 from server.request_context import RequestContext
 from server.schema.decoding import require_json
@@ -128,9 +128,9 @@ def public_app(
         middleware=[
             *([Middleware(behind_fronts, list(map(ip_network, proxies)))] if proxies else []),
             *_cross_origin(config.cors_origin),
-            Middleware(RequestMiddleware, metrics, access_log=config.access_log, count_usage=count_usage),
+            Middleware(with_context, metrics, access_log=config.access_log, count_usage=count_usage),
             Middleware(authenticated, authenticator),
-            Middleware(BodyLimitMiddleware, config.max_body_bytes, api.services.models.max_body_bytes),
+            Middleware(body_limit, config.max_body_bytes, api.services.models.max_body_bytes),
             Middleware(hot_routes, api.endpoints),
         ],
         lifespan=lifespan,

@@ -172,7 +172,7 @@ class RequestContext:
 
 
 CURRENT: Final[ContextVar[RequestContext]] = ContextVar("current_request")
-"""The request that the running task works for; RequestMiddleware sets it."""
+"""The request that the running task works for; `with_context` sets it."""
 
 
 def add_ids(record: logging.LogRecord) -> bool:

@@ -46,7 +46,7 @@ ALWAYS_TAKEN_BYTES: Final = 1 << 20
 
 
 class Application(Starlette):
-    """A Starlette application without Starlette's own middleware: RequestMiddleware handles every error."""
+    """A Starlette application without Starlette's own middleware: `with_context` handles every error."""
 
     def __init__(
         self,
@@ -64,27 +64,20 @@ class Application(Starlette):
         return app
 
 
-class RequestMiddleware:
-    """Gives each request a context, and each exception an error object. Counts and times the answer, and adds headers.
+def with_context(
+    app: ASGIApp,
+    metrics: GatewayMetrics,
+    *,
+    access_log: bool = False,
+    count_usage: Callable[[RequestContext], None] = lambda context: None,
+) -> ASGIApp:
+    """Give each request a context, and each exception an error object. Count and time the answer, and add headers.
 
-    It is the outermost middleware.
+    It is the outermost middleware. `count_usage` receives each request to a model's route, and each other POST that
+    ended with an error.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        metrics: GatewayMetrics,
-        *,
-        access_log: bool = False,
-        count_usage: Callable[[RequestContext], None] = lambda context: None,
-    ) -> None:
-        """`count_usage` receives each request to a model's route, and each other POST that ended with an error."""
-        self._app = app
-        self._metrics = metrics
-        self._count_usage = count_usage
-        self._access_log = access_log
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext(_client_id(scope), time.perf_counter())
         CURRENT.set(context)
         if scope["path"].endswith("/") and scope["path"] != "/":  # a redirect would lose a POST's body
@@ -97,10 +90,9 @@ class RequestMiddleware:
                 message["headers"] = [*message.get("headers", ()), *_headers(context, anthropic=anthropic)]
             await send(message)
 
-        metrics = self._metrics
         metrics.num_in_flight += 1
         try:
-            await self._app(scope, receive, send_with_headers)
+            await app(scope, receive, send_with_headers)
         except ClientDisconnect as error:
             forget(error)
             context.status = CLIENT_LEFT
@@ -121,9 +113,11 @@ class RequestMiddleware:
             _count(metrics, context, elapsed_s)
             context.end(elapsed_s)
             if context.account is not None or (context.error and scope["method"] == "POST"):  # no probe of health
-                self._count_usage(context)
-            if self._access_log and (context.route != "other" or context.status >= 400):
+                count_usage(context)
+            if access_log and (context.route != "other" or context.status >= 400):
                 _log_answer(context, elapsed_s, scope)
+
+    return call
 
 
 def _count(metrics: GatewayMetrics, context: RequestContext, elapsed_s: float) -> None:
@@ -181,21 +175,26 @@ def _client_id(scope: Scope) -> str:
     return ""
 
 
-class BodyLimitMiddleware:
-    """Refuses large bodies by their announced length, or else by counting. Unpacks compressed ones before."""
+def body_limit(app: ASGIApp, max_bytes: int, needed: Callable[[], int | None] = lambda: None) -> ASGIApp:
+    """Refuse large bodies by their announced length, or else by counting. Unpack compressed ones before.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, needed: Callable[[], int | None] = lambda: None) -> None:
-        """`needed` returns the largest useful body; None: `max_bytes`."""
-        self._app = app
-        self._max_bytes = max_bytes
-        self._needed = needed
+    `needed` returns the largest useful body; None: `max_bytes`.
+    """
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    def check(num_bytes: int) -> None:
+        if num_bytes > max_bytes:
+            raise BodyTooLargeError(f"The body must not be larger than {max_bytes} bytes.")
+        useful = needed() if num_bytes > ALWAYS_TAKEN_BYTES else None
+        if useful is not None and num_bytes > useful:
+            message = f"The body has more than {useful} bytes, more than the context window of any model here can need"
+            raise BodyTooLargeError(f"{message}: send less text.")
+
+    def call(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         num_bytes = 0
         coding = ""
         for name, value in scope["headers"]:
             if name == b"content-length":
-                self._check(int(value))
+                check(int(value))
             elif name == b"content-encoding":
                 coding = checked_coding(value, coding)
 
@@ -206,19 +205,13 @@ class BodyLimitMiddleware:
             if not num_bytes and body.startswith(codecs.BOM_UTF8):  # PowerShell and .NET send one
                 message["body"] = body[len(codecs.BOM_UTF8) :]
             num_bytes += len(body)
-            self._check(num_bytes)
+            check(num_bytes)
             return message
 
         source = plain(coding, receive) if coding else receive
-        return self._app(scope, counted, send)
+        return app(scope, counted, send)
 
-    def _check(self, num_bytes: int) -> None:
-        if num_bytes > self._max_bytes:
-            raise BodyTooLargeError(f"The body must not be larger than {self._max_bytes} bytes.")
-        needed = self._needed() if num_bytes > ALWAYS_TAKEN_BYTES else None
-        if needed is not None and num_bytes > needed:
-            message = f"The body has more than {needed} bytes, more than the context window of any model here can need"
-            raise BodyTooLargeError(f"{message}: send less text.")
+    return call
 
 
 def known_hosts(app: ASGIApp, hosts: HostNames, option: str) -> ASGIApp:

@@ -29,7 +29,7 @@ from server.api.formatting import json_response
 from server.auth.authentication import with_ops_key
 from server.auth.identity import DEFAULT_TENANT, Identity
 from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
-from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware, send_error
+from server.http.middleware import Application, body_limit, send_error, with_context
 from server.metrics import GatewayMetrics
 from server.ops.feed import Feed
 from server.ops.overview import Overview
@@ -243,8 +243,8 @@ def ops_app(api: OpsApi, public: ASGIApp, key: bytes | None, *, local: bool, has
         routes=api.routes(),
         middleware=[
             Middleware(with_chat_api, public),
-            Middleware(RequestMiddleware, GatewayMetrics()),  # its own: requests of operators are not traffic
+            Middleware(with_context, GatewayMetrics()),  # its own: requests of operators are not traffic
             Middleware(with_ops_key, key, local=local, has_tenants=has_tenants),
-            Middleware(BodyLimitMiddleware, MAX_BODY_BYTES),
+            Middleware(body_limit, MAX_BODY_BYTES),
         ],
     )

@@ -19,7 +19,7 @@ CLIENT_LEFT: Final = 499  # nginx's status for a client that closed its connecti
 
 
 class Account(Struct, eq=False, kw_only=True):
-    """The use of one request. Its endpoint fills it in; `RequestMiddleware` hands it on at the end."""
+    """The use of one request. Its endpoint fills it in; `with_context` hands it on at the end."""
 
     ended_at: float = 0.0
     """Unix time."""

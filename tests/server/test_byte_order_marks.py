@@ -14,7 +14,7 @@ from cache.records import WorkerMember
 from server.auth.identity import digest_text, parse_keys
 from server.auth.limits import KeyEntry, TenantEntry
 from server.cli import keys
-from server.http.middleware import BodyLimitMiddleware
+from server.http.middleware import body_limit
 from server.schema.requests import ChatRequest
 from tests import smollm2
 from tests.members import make_member
@@ -65,7 +65,7 @@ async def test_a_body_may_begin_with_a_mark() -> None:
     async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
         bodies.append(await Request(scope, receive).body())
 
-    await BodyLimitMiddleware(app, 100)({"type": "http", "headers": [(b"content-length", b"5")]}, receive, receive)
+    await body_limit(app, 100)({"type": "http", "headers": [(b"content-length", b"5")]}, receive, receive)
     assert bodies == [b"{}"]
 
 

@@ -16,7 +16,7 @@ from backports import zstd
 from starlette.types import Message, Receive, Scope, Send
 
 from server.errors import BodyTooLargeError, InvalidRequestError, MediaTypeError
-from server.http.middleware import BodyLimitMiddleware
+from server.http.middleware import body_limit
 
 MAX_BYTES = 32 << 20
 PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress, "zstd": zstd.compress}
@@ -51,7 +51,7 @@ async def received(coding: str | Sequence[str], packed: bytes, *, piece: int = 1
 
     codings = [coding] if isinstance(coding, str) else coding
     headers = [(b"content-length", b"%d" % len(packed)), *((b"content-encoding", c.encode()) for c in codings)]
-    await BodyLimitMiddleware(app, MAX_BYTES)({"headers": headers}, receive, send)
+    await body_limit(app, MAX_BYTES)({"headers": headers}, receive, send)
     return bytes(body)
 
 

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from server.errors import BodyTooLargeError, InvalidRequestError
-from server.http.middleware import ALWAYS_TAKEN_BYTES, BodyLimitMiddleware, RequestMiddleware
+from server.http.middleware import ALWAYS_TAKEN_BYTES, body_limit, with_context
 from server.metrics import GatewayMetrics
 from server.request_context import CURRENT, RequestContext
 from server.usage.account import Account
@@ -21,13 +21,13 @@ NEEDED_BYTES = 2 * ALWAYS_TAKEN_BYTES
 
 
 class Served:
-    """Sends requests to an app behind `RequestMiddleware`."""
+    """Sends requests to an app behind `with_context`."""
 
     def __init__(self, error: Exception | None = None, account: Account | None = None) -> None:
         self.paths: list[str] = []
         self.counted: list[RequestContext] = []
         self._error, self._account = error, account
-        self._app = RequestMiddleware(self._answer, GatewayMetrics(), access_log=True, count_usage=self.counted.append)
+        self._app = with_context(self._answer, GatewayMetrics(), access_log=True, count_usage=self.counted.append)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.paths.append(scope["path"])
@@ -119,7 +119,7 @@ async def send_body(parts: Sequence[bytes], headers: Mapping[str, str], needed: 
         raise AssertionError
 
     scope = {"headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
-    await BodyLimitMiddleware(app, MAX_BYTES, lambda: needed)(scope, body_of(*parts), send)
+    await body_limit(app, MAX_BYTES, lambda: needed)(scope, body_of(*parts), send)
     return got
 
 
@@ -150,4 +150,4 @@ async def test_an_announced_length_is_refused_before_the_body_is_read() -> None:
 
     scope = {"headers": [(b"content-length", b"%d" % (MAX_BYTES + 1))]}
     with pytest.raises(BodyTooLargeError):
-        await BodyLimitMiddleware(never, MAX_BYTES)(scope, never, never)
+        await body_limit(never, MAX_BYTES)(scope, never, never)
