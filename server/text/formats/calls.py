@@ -19,7 +19,7 @@ from server.text.formats.base import Checking, Emit, Reading, TextReader
 
 MAX_NAME_CHARS: Final = 256  # twice the limit for a tool's name
 _NAME: Final = r"[\w.:/-]+"
-Arguments = Literal["object", "json", "tags", "python"]
+Arguments = Literal["object", "json", "python"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,9 @@ class Syntax:
     """Texts that begin calls or a call. A name or a value follows the last."""
     closes: tuple[str, ...]
     """Texts that stand after a call."""
-    arguments: Arguments
     form: CallForm
+    arguments: Arguments = "json"
+    """Without `tags`."""
     name_ends: tuple[str, ...] = ()
     """Texts that end a name, if calls are no objects. `{` and `<` are the first characters of the arguments."""
     name: str = rf"[\"']?({_NAME})[\"']?"

@@ -33,10 +33,10 @@ def call_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
         before, after, end = form.call
         arguments = f"arguments_{number}"
         lines.append(_line(f"call_{number}", _around(tools, (before + name + after, "", end), arguments)))
-        if syntax.arguments == "json":
-            lines.append(_line(arguments, tools.json(tools.ref(name))))
-        else:
+        if syntax.tags is not None or syntax.arguments == "python":
             lines += _Arguments(syntax, tools, name, arguments).rules()
+        else:
+            lines.append(_line(arguments, tools.json(tools.ref(name))))
     return lines
 
 

@@ -25,8 +25,8 @@ _LINES: Final = ("\n{", *_TAGS)
 _FUNCTION: Final = re.compile(r"[\[,]\s*([^\W\d][\w.-]*)\(")
 _FUNCTION_START: Final = re.compile(r"(?:[\[,]\s*(?:[^\W\d][\w.-]*)?)?")
 _STOP: Final = re.compile(r"\\.?|[\"'(){}\[\]]", re.DOTALL)
-_OBJECTS: Final = Syntax((), (), "object", CallForm(("", "", ""), separator="; ", arguments_key="parameters"))
-_FUNCTIONS: Final = Syntax((), (), "python", CallForm(("", "(", ")"), ("[", "]"), ", "))
+_OBJECTS: Final = Syntax((), (), CallForm(("", "", ""), separator="; ", arguments_key="parameters"), "object")
+_FUNCTIONS: Final = Syntax((), (), CallForm(("", "(", ")"), ("[", "]"), ", "), "python")
 
 
 def _read(reader: TextReader) -> Reading:

@@ -39,13 +39,13 @@ def _row(name: str, marks: tuple[tuple[str, ...], ...], syntax: Syntax, tokens: 
 def _list(opening: str, closing: str, opens: tuple[str, ...] = (), closes: tuple[str, ...] = ()) -> Syntax:
     """<|tool_call|>[{"name": ..., "arguments": {...}}, ...]"""
     form = CallForm((opening, "", closing), is_list=True)
-    return Syntax((opening, *opens), (*filter(None, [closing]), *closes), "object", form)
+    return Syntax((opening, *opens), (*filter(None, [closing]), *closes), form, "object")
 
 
 def _mistral(form: CallForm) -> Syntax:
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}] or [TOOL_CALLS]NAME[ARGS]{...}"""
     name = r"([\w.:/-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]*)?"
-    return Syntax(("[TOOL_CALLS]",), (), "json", form, ("[ARGS]", "{"), name, extra=("[CALL_ID]",))
+    return Syntax(("[TOOL_CALLS]",), (), form, "json", ("[ARGS]", "{"), name, extra=("[CALL_ID]",))
 
 
 def _glm(line: str) -> Syntax:
@@ -53,7 +53,6 @@ def _glm(line: str) -> Syntax:
     return Syntax(
         opens=("<tool_call>",),
         closes=("</tool_call>",),
-        arguments="tags",
         form=CallForm(("<tool_call>", line, "</tool_call>"), separator=line),
         name_ends=("<",),
         tags=Tags(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), line=line),
@@ -67,7 +66,6 @@ ROWS: Final = (
         Syntax(
             opens=(_DEEPSEEK[0], _DEEPSEEK_CALL[0]),
             closes=("```", _DEEPSEEK_CALL[1], _DEEPSEEK[1]),
-            arguments="json",
             form=CallForm(
                 (f"{_DEEPSEEK_CALL[0]}function{_SEP}", "\n```json\n", f"\n```{_DEEPSEEK_CALL[1]}"), _DEEPSEEK, "\n"
             ),
@@ -84,7 +82,6 @@ ROWS: Final = (
         Syntax(
             opens=("<minimax:tool_call>", "<invoke name="),
             closes=("</invoke>", "</minimax:tool_call>"),
-            arguments="tags",
             form=CallForm(('<invoke name="', '">\n', "</invoke>\n"), ("<minimax:tool_call>\n", "</minimax:tool_call>")),
             name_ends=(">",),
             tags=Tags(('<parameter name="', '">'), ("", "</parameter>"), line="\n"),
@@ -96,7 +93,6 @@ ROWS: Final = (
         Syntax(
             opens=("<tool_call>", "<function="),
             closes=("</function>", "</tool_call>"),
-            arguments="tags",
             form=CallForm(("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"), separator="\n"),
             name_ends=(">",),
             tags=Tags(("<parameter=", ">"), ("", "</parameter>"), trims=True, line="\n"),
