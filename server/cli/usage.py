@@ -8,8 +8,9 @@ import json
 import sys
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,39 +27,32 @@ PLAIN_COLUMNS: Final = 200  # a pipe wraps no row
 _decode: Final = msgspec.json.Decoder(Account).decode
 
 
-class Sums:
-    """The sums of accounts by group; lines that are no account are counted."""
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a log, which may be compressed with gzip. Raises OSError; for a broken one, ValueError."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield from file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: {error}") from None
 
-    def __init__(self, by: Sequence[str]) -> None:
-        self.by = by
-        self.num_invalid = 0
-        self._rows = defaultdict[tuple[str | int, ...], Counter[str]](Counter)
 
-    def add(self, path: Path) -> None:
-        """Add the lines of a log, which may be compressed with gzip. Raises OSError; for a broken one, ValueError."""
-        try:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-                for line in file:
-                    self._add(line)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path}: {error}") from None
-
-    def _add(self, line: bytes) -> None:
+def summed(paths: Sequence[Path], by: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
+    """Return the groups of accounts in order, each with its sums, and the number of lines that are no account."""
+    sums, num_invalid = defaultdict[tuple[str | int, ...], Counter[str]](Counter), 0
+    for line in chain.from_iterable(map(_lines, paths)):
         try:
             account = _decode(line)
             day = f"{datetime.fromtimestamp(account.ended_at, UTC):%Y-%m-%d}"
         except (ValueError, OverflowError):  # also of a time that no calendar has
-            self.num_invalid += bool(line.strip())
-            return
-        group = tuple([day if name == "day" else getattr(account, name) for name in self.by])
-        self._rows[group].update(account.sums())
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the groups in order, each with its sums."""
-        return [
-            dict(zip(self.by, group, strict=True)) | {name: round(row[name], 3) for name in SUMS}
-            for group, row in sorted(self._rows.items(), key=lambda item: item[0])
-        ]
+            num_invalid += bool(line.strip())
+        else:
+            group = tuple([day if name == "day" else getattr(account, name) for name in by])
+            sums[group].update(account.sums())
+    rows = [
+        dict(zip(by, group, strict=True)) | {name: round(row[name], 3) for name in SUMS}
+        for group, row in sorted(sums.items(), key=lambda item: item[0])
+    ]
+    return rows, num_invalid
 
 
 def _groups(text: str) -> tuple[str, ...]:
@@ -87,14 +81,11 @@ def parser() -> CommandParser:
 def main(argv: Sequence[str]) -> int:
     """Return 0. Raises OSError, ValueError."""
     args = parser().parse_args(argv)
-    sums = Sums(args.by)
-    for path in args.files:
-        sums.add(path)
-    rows = sums.rows()
-    if sums.num_invalid:
-        print(f"headstart usage: {sums.num_invalid} lines are no accounts and were left out", file=sys.stderr)
+    rows, num_invalid = summed(args.files, args.by)
+    if num_invalid:
+        print(f"headstart usage: {num_invalid} lines are no accounts and were left out", file=sys.stderr)
     if args.json:
-        print(json.dumps({"usage": rows, "invalid_lines": sums.num_invalid}))
+        print(json.dumps({"usage": rows, "invalid_lines": num_invalid}))
         return 0
     columns = [Column(name, justify="left" if name in GROUPS else "right") for name in (*args.by, *SUMS)]
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")

@@ -76,10 +76,8 @@ class UsageFleet(Cluster):
 
     def sums(self) -> dict[str, dict[str, Any]]:
         """Return what `headstart usage` sums by key."""
-        sums = command.Sums(("key",))
-        for file in self.files():
-            sums.add(file)
-        return {row["key"]: row for row in sums.rows()}
+        rows, _ = command.summed(self.files(), ("key",))
+        return {row["key"]: row for row in rows}
 
 
 def body_of(number: int, rng: random.Random) -> tuple[str, dict[str, Any]]:
