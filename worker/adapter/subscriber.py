@@ -14,8 +14,9 @@ import asyncio
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import zmq
@@ -30,6 +31,7 @@ _END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _MAX_MESSAGE_BYTES: Final = 256 * 2**20  # bounds what a publisher can make this process hold
 _MAX_QUEUED: Final = 100_000
 """Batches that wait here, as many as the engine keeps. Further batches are lost and fetched again."""
+_OPTIONS: Final = {zmq.IPV6: 1, zmq.LINGER: 0, zmq.RCVHWM: _MAX_QUEUED, zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES}
 Tell = Callable[[str, EventBatch | None], object]
 """Receives each event with its name. Before the next `batch`, those after a `gap` are lost permanently; after a
 `restart` the engine's cache is empty. The others are counted: duplicate, bad, replay, unanswered."""
@@ -64,54 +66,42 @@ def check_endpoint(endpoint: str, *, exposed: bool) -> None:
         )
 
 
-def _bound(reader: zmq.Socket[Any]) -> None:
-    """Bound what a socket holds."""
-    reader.setsockopt(zmq.IPV6, 1)
-    reader.setsockopt(zmq.LINGER, 0)
-    reader.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
-    reader.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-
-
+@dataclass(eq=False)
 class EventSubscriber:
-    """The events of one engine, or of one data-parallel rank. Everything runs on the event loop of `run`."""
+    """The events of one engine, or of one data-parallel rank. Everything runs on the event loop of `run`.
 
-    def __init__(
-        self,
-        source: EventSource,
-        tell: Tell,
-        *,
-        idle_s: float = 0.5,
-        replay_timeout_s: float = 1.0,
-        silent_s: float = 5.0,
-    ) -> None:
-        """Connect to the endpoint of `source` if the engine binds it, and bind it otherwise.
+    It connects to the endpoint of its source if the engine binds it, and binds it otherwise. The constructor raises
+    ValueError for an endpoint that others can reach, unless it is exposed. It raises OSError for a port that is taken.
+    """
 
-        `silent_s` is for `is_silent`. Raises ValueError for an endpoint that others can reach, unless it is exposed.
-        Raises OSError for a port that is taken.
-        """
-        for each in (source.endpoint, source.replay_endpoint):
-            if each:
-                check_endpoint(each, exposed=source.is_exposed)
-        self._source = source
-        self._topic = source.topic.encode()
-        self._tell = tell
-        self._idle_s = idle_s
-        self._replay_timeout_s = replay_timeout_s
-        self._silent_s = silent_s
-        self._next = 0
-        """The number of the next batch."""
-        self._next_live = 0
-        """The lowest number that the live socket can deliver, unless the engine restarts."""
-        self._last_ts = 0.0
-        self._last_payload: bytes | None = None
-        """The batch before `_next`; None if the engine has sent none since its start."""
-        self._heard_s = time.monotonic()
+    _source: EventSource
+    _tell: Tell
+    _: KW_ONLY
+    idle_s: float = 0.5
+    replay_timeout_s: float = 1.0
+    silent_s: float = 5.0
+    """For `is_silent`."""
+    _next: int = field(default=0, init=False)
+    """The number of the next batch."""
+    _next_live: int = field(default=0, init=False)
+    """The lowest number that the live socket can deliver, unless the engine restarts."""
+    _last_ts: float = field(default=0.0, init=False)
+    _last_payload: bytes | None = field(default=None, init=False)
+    """The batch before `_next`; None if the engine has sent none since its start."""
+    _heard_s: float = field(default_factory=time.monotonic, init=False)
+    _replay: zmq.asyncio.Socket | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        source = self._source
+        for each in filter(None, (source.endpoint, source.replay_endpoint)):
+            check_endpoint(each, exposed=source.is_exposed)
         self._context = zmq.asyncio.Context()
-        # Not an asyncio socket: its two futures for each message cost more than reading it.
-        self._live: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.SUB)
-        self._replay: zmq.asyncio.Socket | None = None
-        _bound(self._live)
-        self._live.setsockopt(zmq.SUBSCRIBE, self._topic)
+        for option, value in _OPTIONS.items():
+            self._context.setsockopt(option, value)
+        self._arrivals = self._context.socket(zmq.SUB)
+        # It waits, and another object reads: its two futures for each message would cost more than reading it.
+        self._live = zmq.Socket[bytes].shadow(self._arrivals)
+        self._live.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
         try:
             if engine_binds(source):
                 self._live.connect(source.connect_address(source.endpoint))
@@ -124,46 +114,24 @@ class EventSubscriber:
     @property
     def is_silent(self) -> bool:
         """No batch and no replay has arrived for `silent_s`: the engine is away, or publishes elsewhere."""
-        return time.monotonic() - self._heard_s >= self._silent_s
+        return time.monotonic() - self._heard_s >= self.silent_s
 
     async def run(self) -> None:
         """Follow the events until cancelled."""
         await self.catch_up()
         while True:
-            if (frames := self._received()) is not None:
+            try:
+                frames = self._live.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                if not await self._arrivals.poll(round(1000 * self.idle_s)):
+                    await self.catch_up()
+            else:
                 await self._take_live(frames)
                 await asyncio.sleep(0)  # yield between batches
-            elif not await self._has_arrived():
-                await self.catch_up()
 
     def close(self) -> None:
         """Close the sockets. Cancel `run` first."""
-        self._live.close(linger=0)
         self._context.destroy(linger=0)
-
-    def _received(self) -> list[bytes] | None:
-        """Return the next message of the live socket, or None."""
-        try:
-            return self._live.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-
-    async def _has_arrived(self) -> bool:
-        """Wait for a message at the drained live socket. False: none arrived for `idle_s`."""
-        loop, descriptor = asyncio.get_running_loop(), self._live.fileno()
-        arrived: asyncio.Future[bool] = loop.create_future()
-
-        def wake(has_arrived: bool) -> None:
-            if not arrived.done():
-                arrived.set_result(has_arrived)
-
-        idle = loop.call_later(self._idle_s, wake, False)
-        loop.add_reader(descriptor, wake, True)
-        try:
-            return await arrived
-        finally:
-            idle.cancel()
-            loop.remove_reader(descriptor)
 
     async def _take_live(self, frames: list[bytes]) -> None:
         """Deliver a live batch, after the missing batches before it."""
@@ -171,7 +139,7 @@ class EventSubscriber:
             self._tell("bad", None)
             return
         topic, number_bytes, payload = frames
-        if self._topic and topic != self._topic:
+        if self._source.topic and topic != self._source.topic.encode():
             return  # another topic with the same prefix
         number = int.from_bytes(number_bytes, "big")
         if number < self._next:
@@ -226,12 +194,11 @@ class EventSubscriber:
         self._tell("replay", None)
         if self._replay is None:
             self._replay = self._context.socket(zmq.DEALER)
-            _bound(self._replay)
             self._replay.connect(self._source.connect_address(self._source.replay_endpoint))
         expected = None if self._last_payload is None else self._next - 1
         next_before = self._next
         await self._replay.send_multipart((b"", (expected or 0).to_bytes(_NUMBER_BYTES, "big")))
-        while await self._replay.poll(round(1000 * self._replay_timeout_s)):
+        while await self._replay.poll(round(1000 * self.replay_timeout_s)):
             frames = await self._replay.recv_multipart()
             self._heard_s = time.monotonic()
             if len(frames) < 3 or len(frames[-2]) != _NUMBER_BYTES:

@@ -50,5 +50,5 @@ async def test_index_problem(engine_folder: Path, brisk: None, monkeypatch: pyte
         async with running(rig):
             assert rig.engine.index_problem is None
             await rig.answer(make_request(PROMPT))
-            monkeypatch.setattr(rig.engine._subscriber, "_silent_s", 0.0)
+            monkeypatch.setattr(rig.engine._subscriber, "silent_s", 0.0)
             assert "no cache event has arrived" in (rig.engine.index_problem or "")
