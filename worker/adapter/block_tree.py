@@ -33,7 +33,7 @@ class BlockHolders:
         self.stops: dict[BlockHash, int] = {}
         """For a match that ends with this block: the number of blocks of its hit, if not 0. Empty without ends."""
         self._new: set[BlockHash] | None = None
-        """Blocks whose stop is not published yet; None for an engine without ends."""
+        """Blocks whose stop is not published yet; None: all."""
 
     def of(self, block_hash: BlockHash) -> list[Node]:
         """Return the holders of a block."""
@@ -68,32 +68,21 @@ class BlockHolders:
         for block_hash in new:
             if block_hash in self.published:
                 num_blocks = min(node.stop_at(block_hash, block_size) for node in self.of(block_hash)) // block_size
-                if num_blocks != self.stops.get(block_hash, 0):
+                if num_blocks != self.stops.pop(block_hash, 0):
                     self._events.append(Stops(block_hash, num_blocks))
-                self.stops[block_hash] = num_blocks
-                if not num_blocks:
-                    del self.stops[block_hash]
+                if num_blocks:
+                    self.stops[block_hash] = num_blocks
         self._new = set()
 
     def remove_all(self) -> None:
-        """Remove every holder, with events."""
+        """Remove every holder."""
         self._events += [Removed(block_hash) for block_hash in reversed(self.published)]
-        self._forget()
-
-    def clear(self) -> None:
-        """Remove every holder, and drop all events."""
-        self._events = []
-        self._forget()
+        self.published, self.stops, self._new = {}, {}, None
 
     def take_events(self) -> list[BlockEvent]:
         """Return the events since the last call."""
         events, self._events = self._events, []
         return events
-
-    def _forget(self) -> None:
-        self.published = {}
-        self.stops = {}
-        self._new = None if self._new is None else set()
 
 
 class BlockTree:
@@ -201,14 +190,6 @@ class BlockTree:
         """Return the nodes that were placed since the last call."""
         placed, self._located = self._located or set(), set()
         return placed
-
-    def clear(self) -> None:
-        """Forget every node. The holders are the owner's to clear."""
-        self._nodes = {}
-        self._located = None if self._located is None else set()
-        self._idle = OrderedDict()
-        self.num_held = self.num_opaque = self.num_walked = 0
-        self._has_lost_events = False
 
     def forget_held(self) -> None:
         """Count no node as held, because events were lost. The holders are the owner's to remove."""

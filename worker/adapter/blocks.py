@@ -63,6 +63,7 @@ class EngineBlocks:
         self.num_batches = 0
         """Batches applied so far: the clock of `remove_missing`."""
         self._block_size = block_size
+        self._max_names = max_names
         self._holders = BlockHolders()
         self.tree = BlockTree(self._holders, block_size, max_names)
         self._groups = KvGroups(self.tree, drops_last_block=drops_last_block, expected=expected_parts)
@@ -150,9 +151,8 @@ class EngineBlocks:
 
     def clear(self) -> None:
         """Forget everything: the engine was reset or has restarted, and a new epoch begins. Emits no events."""
-        self._holders.clear()
-        self.tree.clear()
-        self._groups.clear()
+        self._holders = BlockHolders()
+        self._forget_nodes()
 
     def visible_events(self) -> list[BlockEvent]:
         """Return all published blocks, parents first, and their stops, to publish them in a new epoch."""
@@ -228,5 +228,8 @@ class EngineBlocks:
             "a prefix counts only if all groups have it, so nothing is published"
         )
         self._holders.remove_all()
-        self.tree.clear()
-        self._groups.clear()
+        self._forget_nodes()
+
+    def _forget_nodes(self) -> None:
+        self.tree = BlockTree(self._holders, self._block_size, self._max_names)
+        self._groups.clear(self.tree)

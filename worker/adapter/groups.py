@@ -115,7 +115,7 @@ class KvGroups:
         self._sparse: list[tuple[KvGroup, Sequence[EngineHash]]] = []
         """The names of events that leave out blocks, to be placed when the tree has the batch."""
         self._has_new_rule = True
-        """A group or a block size is new: every node is looked at."""
+        """A group, a block size or the tree is new: every node is looked at."""
 
     def drop_last_block(self) -> None:
         """Promise one block less than what matches: a hit on the last block also needs the token after it."""
@@ -202,18 +202,18 @@ class KvGroups:
         for name, num_left in event.with_counts():
             group.remove_copy(name, num_left)
 
-    def clear(self) -> None:
-        """Forget every block, and keep what is known of the groups."""
+    def clear(self, tree: BlockTree) -> None:
+        """Forget every block, and keep what is known of the groups. `tree`: it may be a new one."""
+        self._tree = tree
         for group in self._groups.values():
             group.held, group.copies, group.before, group.nodes = set(), {}, {}, {}
         self._changed, self._sparse = {}, []
-        self._has_lost_events = False
+        self._has_lost_events, self._has_new_rule = False, True
 
     def forget_held(self) -> None:
         """Count no block as held, because events were lost."""
-        self.clear()
+        self.clear(self._tree)
         self._has_lost_events = True
-        self._has_new_rule = True
 
     def update_stops(self) -> list[Node]:
         """Bring the stops up to date after a batch. Return the nodes whose stop has changed."""
