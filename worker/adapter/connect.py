@@ -12,8 +12,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -64,7 +64,8 @@ async def connect(
     sinks: EngineSinks | None = None,
 ) -> AdapterEngine:
     """Wait for the engine and build the adapter over it. Raises ValueError or OSError if it cannot be served."""
-    async with _opened(config) as api:
+    api = open_api(config)
+    try:
         while True:
             model = await wait_for_engine(api, config, report)
             load = await api.load()
@@ -104,13 +105,18 @@ async def connect(
                 signed(config.cluster_secret(), member),
                 EngineHealth(facts, hang_s=config.hang_s, probe_s=config.probe_s),
                 metrics,
-                sinks,
-                claim=claim,
+                sinks or EngineSinks(),
+                claim,
             )
             stack.pop_all()
         report("waiting for the first token of the engine, which may compile now")
         await engine.catch_up()
         return engine
+    except BaseException as error:
+        await api.close()
+        if isinstance(error, (EngineLostError, EngineRefusedError)):
+            raise OSError(f"--engine-url: {error}") from error
+        raise
 
 
 async def _member(
@@ -189,19 +195,6 @@ def claim_engine(config: WorkerConfig) -> socket.socket:
         message = f"--engine-url: another adapter on this machine serves {config.engine_url}, and an engine takes one"
         raise ValueError(message) from error
     return claim
-
-
-@asynccontextmanager
-async def _opened(config: WorkerConfig) -> AsyncIterator[EngineApi]:
-    """Open the API of the engine, and close it after an error. An engine that cannot be reached raises OSError."""
-    api = open_api(config)
-    try:
-        yield api
-    except BaseException as error:
-        await api.close()
-        if isinstance(error, (EngineLostError, EngineRefusedError)):
-            raise OSError(f"--engine-url: {error}") from error
-        raise
 
 
 async def wait_for_engine(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> EngineModel:

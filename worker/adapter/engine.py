@@ -17,8 +17,8 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any, Final
+from dataclasses import InitVar, dataclass, field, replace
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -57,54 +57,42 @@ MAX_PROBLEM_CHARS: Final = 200  # it is part of each state in Redis
 # Why gateways do not call engines themselves: an adapter is 82 of the 274 us of a token (benchmarks/RESULTS.md). But
 # it fences epochs, proves whose it is, bounds queues over all gateways, and runs suspects one at a time. Without it,
 # engines listen beyond loopback, and gateways have 200 lines more.
+@dataclass(eq=False)
 class AdapterEngine:
     """`worker.contracts.engine.Engine` over an `EngineApi`. `start` and everything else belong to the event loop."""
 
-    exchange: Final = None
+    exchange: ClassVar = None
     """The engine moves its blocks itself."""
+    _api: EngineApi
+    _blocks: EngineBlocks
+    source: InitVar[EventSource | None]
+    """None for an engine without cache events, whose blocks stay unknown."""
+    bundle: TokenizerBundle
+    member: WorkerMember
+    _health: EngineHealth
+    _metrics: WorkerMetrics
+    _sinks: EngineSinks = field(default_factory=EngineSinks)
+    _claim: socket.socket | None = None
+    """Closed at the end, so that another adapter may serve the engine."""
+    load: WorkerLoad = field(default_factory=WorkerLoad, init=False)
+    _account: LoadAccount = field(default_factory=LoadAccount, init=False)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+    _probe: asyncio.Task[None] | None = field(default=None, init=False)
+    """The request for one token that shows whether the engine's core works."""
+    _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _counts: EngineLoad | None = field(default=None, init=False)
+    _num_bypassing: int = field(default=0, init=False)
+    _warned_s: float = field(default=0.0, init=False)
+    _draining: bool = field(default=False, init=False)
+    _unreported: list[BlockEvent] = field(default_factory=list, init=False)
+    _report_timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        api: EngineApi,
-        blocks: EngineBlocks,
-        source: EventSource | None,
-        bundle: TokenizerBundle,
-        member: WorkerMember,
-        health: EngineHealth,
-        metrics: WorkerMetrics,
-        sinks: EngineSinks | None = None,
-        *,
-        claim: socket.socket | None = None,
-    ) -> None:
-        """`source`: None for an engine without cache events, whose blocks stay unknown. Raises ValueError, OSError.
-
-        `claim` is closed at the end, so that another adapter may serve the engine.
-        """
-        sinks = sinks or EngineSinks()
-        self.member = replace(member, ends=blocks.ends)
-        self.bundle = bundle
-        self._api = api
-        self._claim = claim
-        self._blocks = blocks
-        self._health = health
+    def __post_init__(self, source: EventSource | None) -> None:
+        """Raises ValueError or OSError for a source that cannot be followed."""
+        self.member = replace(self.member, ends=self._blocks.ends)
         self._subscriber = None if source is None else EventSubscriber(source, self.hear)
-        self._metrics = metrics
-        self._account = LoadAccount()
-        self._requests = EngineRequests(
-            api, blocks, self._account, member.block_size, member.worker_id, metrics, sinks.deliver, self
-        )
-        self._sinks = sinks
-        self._tasks: list[asyncio.Task[None]] = []
-        self._probe: asyncio.Task[None] | None = None
-        """The request for one token that shows whether the engine's core works."""
-        self._wake = asyncio.Event()
-        self._counts: EngineLoad | None = None
-        self._num_bypassing = 0
-        self._warned_s = 0.0
-        self._draining = False
-        self.load = WorkerLoad()
-        self._unreported: list[BlockEvent] = []
-        self._report_timer: asyncio.TimerHandle | None = None
+        calls = self._sinks.deliver, self.report, self.apply, self._wake.set, self.liveness
+        self._requests = EngineRequests(self._api, self._blocks, self._account, self.member, self._metrics, *calls)
 
     @property
     def index_problem(self) -> str | None:
@@ -303,10 +291,7 @@ class AdapterEngine:
                 num_bypassing,
             )
 
-    # --- the sink of requests -----------------------------------------------------------------------------------
-
-    def doubt(self) -> None:
-        self._wake.set()
+    # --- reports ------------------------------------------------------------------------------------------------
 
     def report(self, events: Sequence[BlockEvent]) -> None:
         """Publish these events within `REPORT_S`, with the load at that time."""
@@ -319,15 +304,13 @@ class AdapterEngine:
     def hear(self, event: str, batch: EventBatch | None) -> None:
         """Take news of the subscriber."""
         self._metrics.index_events.labels(f"engine_{event}").inc()
-        if batch is not None:
-            self._take_batch(batch)
-        elif event == "gap":
+        if event == "gap":
             logger.warning("cache events were lost: no block counts as held until events arrive for it")
             self.report(self._blocks.forget_held())
         elif event == "restart":
             self.apply(Sign.OTHER, "the engine's cache events have begun again")
-
-    def _take_batch(self, batch: EventBatch) -> None:
+        if batch is None:
+            return
         self._health.progress()
         applied = self._blocks.apply(batch.events)
         blocks, member = self._blocks, self.member

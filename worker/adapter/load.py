@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +19,6 @@ from cache.records import WorkerLoad
 from cache.types import GatewayId
 from worker.adapter.api import EngineLoad
 from worker.adapter.prefill_line import Measured, PrefillLine
-from worker.contracts.engine import RequestKey
 from worker.contracts.rates import QueuePace, StartInterval
 
 _TOGETHER_S: Final = 0.002
@@ -42,11 +42,12 @@ class Step:
 class Prefill:
     """A request of which the engine has the prompt."""
 
-    key: RequestKey
     gateway_id: GatewayId
     num_tokens: int
     """Tokens to compute: the prompt without its cached prefix."""
     sent_s: float
+    on_start: Callable[[], None]
+    """Is called when the engine has reached it."""
     is_seen: bool = True
     """Its first token will be seen: the answer is a stream."""
     started_s: float | None = None
@@ -92,27 +93,28 @@ class LoadAccount:
                 if now_s - self._measured_s > _UNSEEN_S:
                     self.line.add(num_tokens / num_ended, busy_s / num_ended, now_s)
 
-    def send(self, key: RequestKey, gateway_id: str, num_tokens: int, *, is_seen: bool = True) -> Prefill:
+    def send(
+        self, gateway_id: str, num_tokens: int, on_start: Callable[[], None] = lambda: None, *, is_seen: bool = True
+    ) -> Prefill:
         """Count a request that is sent to the engine now."""
         now_s = time.monotonic()
-        prefill = Prefill(key, GatewayId(gateway_id), num_tokens, now_s, is_seen)
+        prefill = Prefill(GatewayId(gateway_id), num_tokens, now_s, on_start, is_seen)
         if not self._prefills:
             self._measure()
             self._since_s = None if self._num_unseen else now_s
         self._num_unseen += not is_seen
         self._prefills[prefill] = None
         self._assigned_s += self.line.seconds(num_tokens)
+        self._start_first()
         return prefill
 
-    def start_first(self) -> Prefill | None:
-        """Start the first prefill in line and return it; None if it was started before, or none waits."""
+    def _start_first(self) -> None:
+        """Start the first prefill in line, unless it was started before."""
         first = next(iter(self._prefills), None)
-        if first is None or first.started_s is not None:
-            return None
-        now_s = time.monotonic()
-        first.started_s = max(first.sent_s, self._free_s)
-        self.starts.record(1, len(self._prefills) - 1, now_s)
-        return first
+        if first is not None and first.started_s is None:
+            first.started_s = max(first.sent_s, self._free_s)
+            self.starts.record(1, len(self._prefills) - 1, time.monotonic())
+            first.on_start()
 
     def first_token(self, prefill: Prefill) -> None:
         """End a prefill at its first token."""
@@ -120,6 +122,7 @@ class LoadAccount:
             return
         del self._prefills[prefill]
         self._free_s = now_s = time.monotonic()
+        self._start_first()
         if self._num_unseen or self._since_s is None:
             self._since_s, self._step = (None if self._num_unseen else now_s), None
             return
@@ -151,6 +154,7 @@ class LoadAccount:
                 self._free_s = time.monotonic()
                 self._measure()
                 self._since_s = None
+            self._start_first()
 
     def end(self, prefill: Prefill, num_computed: int | None = None) -> None:
         """Forget a request whose answer is over. `num_computed`: the tokens of its prefill, where reported."""

@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from cache.events import BlockEvent
 from cache.hashing import hash_chain
+from cache.records import WorkerMember
 from cache.types import BlockHash
 from worker.adapter.api import EngineApi, EngineLostError, EnginePart, EngineRefusedError, failed_by
 from worker.adapter.blocks import EngineBlocks
@@ -25,22 +27,6 @@ from worker.contracts.metrics import WorkerMetrics
 from worker.wire import End, EngineText, Failed, Finished, Frame, GenerateRequest, Started, Tokens
 
 logger = logging.getLogger(__name__)
-
-
-class RequestSink(Protocol):
-    """Receives block events and signs of life. All methods return at once."""
-
-    def report(self, events: Sequence[BlockEvent]) -> None:
-        """Take events of blocks, and publish them with the load."""
-
-    def apply(self, sign: Sign) -> None:
-        """Take a sign of the engine, such as a token."""
-
-    def doubt(self) -> None:
-        """The engine was lost, or lacks a LoRA adapter: its counts and models are to be read now."""
-
-    async def liveness(self) -> str | None:
-        """Return why the engine is lost, or None. When vLLM's core has died, its server answers for a while."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,12 +64,18 @@ class EngineRequests:
     _api: EngineApi
     _blocks: EngineBlocks
     _account: LoadAccount
-    _block_size: int
-    _name: str
-    """Begins the ids of requests at the engine."""
+    _member: WorkerMember
+    """Its worker's id begins those of requests at the engine."""
     _metrics: WorkerMetrics
     _deliver: Callable[[list[EngineOutput]], object]
-    _sink: RequestSink
+    _report: Callable[[Sequence[BlockEvent]], None]
+    """Publishes events of blocks, with the load."""
+    _apply: Callable[[Sign], None]
+    """Takes a sign of the engine, such as a token."""
+    _doubt: Callable[[], None]
+    """Is called when the engine is lost, or lacks a LoRA adapter: its counts and models are to be read now."""
+    _liveness: Callable[[], Awaitable[str | None]]
+    """Returns why the engine is lost, or None. When vLLM's core has died, its server answers for a while."""
     active: dict[RequestKey, ActiveRequest] = field(default_factory=dict, init=False)
     has_sent_block: bool = field(default=False, init=False)
     """A prompt of more than one engine block was sent."""
@@ -94,7 +86,7 @@ class EngineRequests:
         self._metrics.requests.inc()
         active = self.active[key] = ActiveRequest(key, request, steps)
         active.task = asyncio.get_running_loop().create_task(self._serve(active))
-        active.task.add_done_callback(lambda _: self.active.pop(key, None))  # cancelled before its first step
+        active.task.add_done_callback(lambda _: self.active.pop(key))  # also if cancelled before its first step
 
     def abort(self, key: RequestKey) -> None:
         """End a request. Ignores unknown keys."""
@@ -141,13 +133,13 @@ class EngineRequests:
         except EngineLostError as error:
             # It has not killed an engine that never had it.
             last = Failed("not_ready" if error.unsent else "worker_lost", str(error), retryable=True)
-            self._sink.doubt()
+            self._doubt()
         except EngineRefusedError as error:
             last = failed_by(error)
-            if last.code == "engine_error" and await self._sink.liveness() is not None:
+            if last.code == "engine_error" and await self._liveness() is not None:
                 last = Failed("worker_lost", str(error), retryable=True)
             if last.code == "not_ready":
-                self._sink.doubt()
+                self._doubt()
         except TimeoutError:
             last = Failed("deadline", "it waited too long", retryable=False)
         except asyncio.CancelledError:
@@ -156,62 +148,31 @@ class EngineRequests:
             logger.exception("request %s failed", active.request.request_id)
             last = Failed("internal", f"{type(error).__name__}: {error}", retryable=True)
         finally:
-            self.active.pop(active.key)
             if last is not None:
                 self._emit(active, last)
-            self._sink.report(())  # the load has changed
+            self._report(())  # the load has changed
 
     async def _run(self, active: ActiveRequest) -> End:
-        request = active.request
-        hashes = hash_chain(BlockHash(request.root), request.prompt_ids, self._block_size, request.media)
-        num_expected = self._blocks.num_matched_tokens(hashes, len(request.prompt_ids))
-        at_batch = self._blocks.num_batches
-        deadline_s = None if request.deadline_s is None else max(0.0, request.deadline_s)
-        async with asyncio.timeout(deadline_s) as deadline:
-            with contextlib.ExitStack() as until_first_token:
-                if request.is_suspect:
-                    await self._suspects.acquire()
-                    until_first_token.callback(self._suspects.release)
-                    self._start(active, num_expected)
-                    await asyncio.sleep(SUSPECT_NOTICE_S)
-                self.has_sent_block = self.has_sent_block or len(request.prompt_ids) > self._blocks.engine_block_size
-                num_tokens = len(request.prompt_ids) - num_expected
-                is_seen = request.call is None or request.call.streams or request.call.pools
-                prefill = self._account.send(active.key, request.gateway_id, num_tokens, is_seen=is_seen)
-                active.prefill = prefill
-
-                def end_wait() -> None:
-                    if not deadline.expired():  # else the task is being cancelled
-                        deadline.reschedule(None)
-                    until_first_token.close()
-
-                try:
-                    self._start_reached()
-                    await self._answer(active, prefill, num_expected, end_wait)
-                    if active.num_cached is not None and active.num_cached < num_expected:
-                        self._sink.report(self._blocks.remove_missing(hashes, active.num_cached, at_batch))
-                    self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
-                finally:
-                    num_cached = active.num_cached
-                    self._account.end(prefill, None if num_cached is None else len(request.prompt_ids) - num_cached)
-                    self._start_reached()
-        return active.end()
-
-    async def _answer(
-        self, active: ActiveRequest, prefill: Prefill, num_expected: int, end_wait: Callable[[], None]
-    ) -> None:
-        """Pass on what an API of the engine answers; call `end_wait` at the first token.
-
-        Choices end only after the whole answer.
-        """
+        """Pass on what an API of the engine answers. Choices end only after the whole answer."""
         request, reasons = active.request, dict[int, str]()
         num_prompt_tokens = len(request.prompt_ids)
+        hashes = hash_chain(BlockHash(request.root), request.prompt_ids, self._member.block_size, request.media)
+        num_expected = self._blocks.num_matched_tokens(hashes, num_prompt_tokens)
+        at_batch = self._blocks.num_batches
+        deadline_s = None if request.deadline_s is None else max(0.0, request.deadline_s)
 
         def take(data: bytes, part: EnginePart) -> None:
-            self._sink.apply(Sign.TOKEN)
+            self._apply(Sign.TOKEN)
             if active.first_token_s is None:
-                self._record_first_token(active, prefill, num_expected)
-                end_wait()
+                self._start(active, num_expected)
+                self._account.first_token(prefill)
+                if prefill.is_seen:  # else the whole answer is here
+                    active.first_token_s = time.monotonic()
+                    if active.steps is not None:
+                        active.steps.first_token_s = active.first_token_s
+                if not deadline.expired():  # else the task is being cancelled
+                    deadline.reschedule(None)
+                until_first_token.close()
             if (num_cached := part.num_cached_tokens) is not None:
                 # The engine's prompt of a resumed answer includes the output so far.
                 active.num_cached = min(num_cached, num_prompt_tokens)
@@ -221,24 +182,32 @@ class EngineRequests:
             new = [Tokens(choice.index, choice.token_ids) for choice in part.choices if choice.token_ids]
             self._emit(active, *new, EngineText(data))
 
-        if not prefill.is_seen:
-            asyncio.get_running_loop().call_later(self._account.seconds_left(), self._drop, prefill)
-        self._account.num_open_choices += len(request.choices)
-        try:
-            await self._api.generate(request, f"{self._name}-{active.key}", take)
-        finally:
-            self._account.num_open_choices -= len(request.choices)
-        self._emit(active, *[Finished(each.index, reasons.get(each.index, "stop")) for each in request.choices])
-
-    def _record_first_token(self, active: ActiveRequest, prefill: Prefill, num_expected: int) -> None:
-        """Record the first token of a request."""
-        self._start(active, num_expected)
-        self._account.first_token(prefill)
-        if prefill.is_seen:  # else the whole answer is here
-            active.first_token_s = time.monotonic()
-            if active.steps is not None:
-                active.steps.first_token_s = active.first_token_s
-        self._start_reached()
+        async with asyncio.timeout(deadline_s) as deadline:
+            with contextlib.ExitStack() as until_first_token:
+                if request.is_suspect:
+                    await self._suspects.acquire()
+                    until_first_token.callback(self._suspects.release)
+                    self._start(active, num_expected)
+                    await asyncio.sleep(SUSPECT_NOTICE_S)
+                self.has_sent_block = self.has_sent_block or num_prompt_tokens > self._blocks.engine_block_size
+                is_seen = request.call is None or request.call.streams or request.call.pools
+                start, num_tokens = partial(self._start, active, num_expected), num_prompt_tokens - num_expected
+                prefill = active.prefill = self._account.send(request.gateway_id, num_tokens, start, is_seen=is_seen)
+                if not is_seen:
+                    asyncio.get_running_loop().call_later(self._account.seconds_left(), self._account.drop, prefill)
+                self._account.num_open_choices += len(request.choices)
+                try:
+                    await self._api.generate(request, f"{self._member.worker_id}-{active.key}", take)
+                    last = [Finished(each.index, reasons.get(each.index, "stop")) for each in request.choices]
+                    self._emit(active, *last)
+                    if active.num_cached is not None and active.num_cached < num_expected:
+                        self._report(self._blocks.remove_missing(hashes, active.num_cached, at_batch))
+                    self._report(self._blocks.record_prompt(num_prompt_tokens))
+                finally:
+                    self._account.num_open_choices -= len(request.choices)
+                    num_cached = active.num_cached
+                    self._account.end(prefill, None if num_cached is None else num_prompt_tokens - num_cached)
+        return active.end()
 
     def _emit(self, active: ActiveRequest, *frames: Frame) -> None:
         """Deliver frames of a request, but none after its last one."""
@@ -260,14 +229,3 @@ class EngineRequests:
             queue_s = time.monotonic() - active.begun_s
             self._metrics.queue_s.observe(queue_s)
             self._emit(active, Started(num_expected, queue_s=queue_s))
-
-    def _drop(self, prefill: Prefill) -> None:
-        """Remove a prefill that has ended from the account."""
-        self._account.drop(prefill)
-        self._start_reached()
-
-    def _start_reached(self) -> None:
-        """Deliver Started for the request whose prefill the engine has reached, if any."""
-        prefill = self._account.start_first()
-        if prefill is not None and (active := self.active.get(prefill.key)) is not None:
-            self._start(active, len(active.request.prompt_ids) - prefill.num_tokens)

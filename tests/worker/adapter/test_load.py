@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -12,9 +13,6 @@ from worker.adapter import load as load_module
 from worker.adapter.api import EngineLoad
 from worker.adapter.load import LoadAccount, Prefill
 from worker.adapter.prefill_line import PrefillLine
-from worker.contracts.engine import RequestKey
-
-KEY = RequestKey(0)
 
 
 class Clock:
@@ -34,8 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def prefill(account: LoadAccount, clock: Clock, num_tokens: int, duration_s: float) -> None:
     """One prefill by itself, and a pause."""
-    sent = account.send(KEY, "g", num_tokens)
-    account.start_first()
+    sent = account.send("g", num_tokens)
     clock.now_s += duration_s
     account.first_token(sent)
     account.end(sent)
@@ -78,10 +75,11 @@ def test_a_rate_of_short_prefills_is_not_sure(clock: Clock) -> None:
 def test_prefills_are_measured_from_token_to_token(clock: Clock) -> None:
     account = LoadAccount()
     teach(account, clock)
-    waiting = [account.send(KEY, "g", num_tokens) for num_tokens in (1000, 200, 3000, 700, 50, 1500)]
-    for each in waiting:
-        assert account.start_first() is each
-        assert account.start_first() is None, "once"
+    started: list[int] = []
+    sizes = (1000, 200, 3000, 700, 50, 1500)
+    waiting = [account.send("g", num_tokens, partial(started.append, num_tokens)) for num_tokens in sizes]
+    for number, each in enumerate(waiting, 1):
+        assert started == [*sizes[:number]], "in line, and once"
         clock.now_s += 0.1 + each.num_tokens / 1000
         account.first_token(each)
         account.first_token(each)
@@ -93,7 +91,7 @@ def test_first_tokens_of_one_step_are_one_measurement(clock: Clock) -> None:
     """In any order: the engine computes several prompts in a step."""
     account = LoadAccount()
     for sizes in ((100, 400), (50, 50, 900), (300, 20), (1000, 1), (10, 10, 10)) * 4:
-        step = [account.send(KEY, "g", num_tokens) for num_tokens in sizes]
+        step = [account.send("g", num_tokens) for num_tokens in sizes]
         clock.now_s += 0.1 + sum(sizes) / 1000
         for each in reversed(step):
             clock.now_s += 0.0002
@@ -107,8 +105,7 @@ def test_the_rate_after_an_aborted_prefill(clock: Clock) -> None:
     """The next one may have been computed in part: it measures nothing."""
     account = LoadAccount()
     teach(account, clock)
-    first, second, third = [account.send(KEY, "g", num_tokens) for num_tokens in (100_000, 4000, 1000)]
-    account.start_first()
+    first, second, third = [account.send("g", num_tokens) for num_tokens in (100_000, 4000, 1000)]
     clock.now_s += 9.0
     account.drop(first)
     clock.now_s += 0.5
@@ -137,8 +134,7 @@ def test_prefills_without_a_first_token_to_see(clock: Clock) -> None:
     """Requests that are not streamed spoil no measurement, and the engine's totals measure without streams."""
     account = LoadAccount()
     teach(account, clock)
-    unseen = account.send(KEY, "g", 8000, is_seen=False)
-    account.start_first()
+    unseen = account.send("g", 8000, is_seen=False)
     clock.now_s += 0.3
     account.drop(unseen)
     for _ in range(5):
@@ -171,8 +167,7 @@ def test_each_prefill_ends_after_those_before_it(clock: Clock) -> None:
     account = LoadAccount()
     account.line = PrefillLine(0.001)
     for number in range(3):
-        account.send(KEY, "g", 1000)
-        account.start_first()
+        account.send("g", 1000)
         assert account.seconds_left() == pytest.approx(number + 1)
     clock.now_s += 0.5
     assert account.seconds_left() == pytest.approx(2.5)
@@ -183,7 +178,7 @@ def test_each_prefill_ends_after_those_before_it(clock: Clock) -> None:
 def test_load_in_blocks_of_this_worker() -> None:
     account = LoadAccount()
     account.line = PrefillLine(0.001)
-    account.send(KEY, "g", 500)
+    account.send("g", 500)
     account.num_open_choices = 3
     load = account.current(EngineLoad(1.0, 7, 0, 100, 32, 0.25), 16, True)
     assert (load.num_blocks, load.num_free_blocks) == (200, 150)
@@ -195,7 +190,7 @@ def test_load_in_blocks_of_this_worker() -> None:
     assert account.current(None, 16, False).assigned_prefill_s == 0.0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["send", "token", "drop", "start"]), st.integers(0, 7)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from(["send", "token", "drop"]), st.integers(0, 7)), max_size=40))
 def test_every_ending_empties_the_books(steps: list[tuple[str, int]]) -> None:
     account = LoadAccount()
     account.line = PrefillLine(0.001)
@@ -203,9 +198,7 @@ def test_every_ending_empties_the_books(steps: list[tuple[str, int]]) -> None:
     for kind, number in steps:
         match kind:
             case "send":
-                waiting.append(account.send(KEY, f"g{number % 3}", 10 * number))
-            case "start":
-                account.start_first()
+                waiting.append(account.send(f"g{number % 3}", 10 * number))
             case _ if waiting:
                 prefill = waiting.pop(number % len(waiting))
                 account.first_token(prefill) if kind == "token" else account.drop(prefill)
@@ -215,4 +208,3 @@ def test_every_ending_empties_the_books(steps: list[tuple[str, int]]) -> None:
     for prefill in waiting:
         account.drop(prefill)
     assert account.current(None, 16, False).queued_prefill_s == {}
-    assert account.start_first() is None

@@ -18,7 +18,6 @@ import pytest
 from tests.worker.adapter.test_load import Clock
 from worker.adapter import load as load_module
 from worker.adapter.load import LoadAccount, Prefill
-from worker.contracts.engine import RequestKey
 
 BLOCK: Final = 16
 COLD: Final = (500, 1000, 2000, 4000, 8000)
@@ -62,9 +61,8 @@ def serial(account: LoadAccount, clock: Clock, traffic: Traffic, fixed_s: float,
         clock.now_s, _, prefill = heapq.heappop(events)
         if prefill is None:
             num_tokens = traffic.num_tokens()
-            sent = account.send(RequestKey(0), "g", traffic.believed(num_tokens))
+            sent = account.send("g", traffic.believed(num_tokens))
             answers[sent] = num_tokens
-            account.start_first()
             free_s = max(clock.now_s, free_s) + fixed_s + num_tokens / tokens_per_s
             heapq.heappush(events, (free_s + abs(traffic.rng.gauss(0.0, JITTER_S)), next(number), sent))
         else:
@@ -72,7 +70,6 @@ def serial(account: LoadAccount, clock: Clock, traffic: Traffic, fixed_s: float,
             if len(answers) > traffic.num_streams:
                 ended = next(iter(answers))
                 account.end(ended, answers.pop(ended))
-            account.start_first()
             heapq.heappush(events, (clock.now_s + traffic.pause_s(), next(number), None))
         yield
 
@@ -87,7 +84,7 @@ def stepping(
     while True:
         for at_s in [at_s for at_s in waiting if at_s <= clock.now_s]:
             waiting.remove(at_s)
-            sent = account.send(RequestKey(0), "g", traffic.num_tokens())
+            sent = account.send("g", traffic.num_tokens())
             prefills[sent] = sent.num_tokens
         if not prefills and not answers:
             clock.now_s = min(waiting)
