@@ -102,12 +102,25 @@ class EngineServer(EngineApi):
 
     async def events(self, path: str, body: object, take: Callable[[bytes], None]) -> None:
         """Post `body` and hand the data of each event to `take`, up to [DONE]. To cancel it closes the connection."""
-        events = _Events(take)
+        rest, is_done = b"", False
+
+        def split(part: bytes) -> None:
+            nonlocal rest, is_done
+            *lines, rest = (rest + part).split(b"\n")
+            if len(rest) > _MAX_ANSWER_BYTES:
+                raise AnswerTooLongError
+            for line in lines:
+                if line.startswith(b"data:") and not is_done:
+                    data = line[5:].strip()
+                    is_done = data == b"[DONE]"
+                    if not is_done:
+                        take(data)
+
         with await self._asked("POST", path, body) as connection:
             if (status := await connection.head()) != 200:
                 raise refused(status, await connection.read_start(_MAX_ERROR_BYTES))
-            await connection.pass_on(events.feed)  # up to its end, so that the connection can be reused
-            if not events.is_done:
+            await connection.pass_on(split)  # up to its end, so that the connection can be reused
+            if not is_done:
                 raise EngineLostError("the answer ended early")
 
     async def _asked(self, method: str, path: str, body: object) -> _EngineConnection:
@@ -133,7 +146,9 @@ class EngineServer(EngineApi):
                 port, tls = address.port or (443 if is_tls else 80), (self._tls or True) if is_tls else None
                 return (await loop.create_connection(make, address.hostname or "", port, ssl=tls))[1]
         except OSError as error:
-            raise self._unconnected(error) from error
+            is_own = isinstance(error, socket.gaierror | TimeoutError) or error.errno in _OWN_ERRORS
+            remedy = "; give its authority as --engine-ca" * isinstance(error, ssl.SSLCertVerificationError)
+            raise EngineLostError(self._why(error) + remedy, gone=not is_own, unsent=True) from error
 
     async def model(self) -> EngineModel:
         """Return the model that the server lists, and the LoRA adapters that name it as their parent."""
@@ -166,12 +181,6 @@ class EngineServer(EngineApi):
             connection.close()
         await asyncio.sleep(0)  # in which their sockets are closed
 
-    def _unconnected(self, error: OSError) -> EngineLostError:
-        """Return the error of a call that could not be sent."""
-        is_own = isinstance(error, socket.gaierror | TimeoutError) or error.errno in _OWN_ERRORS
-        remedy = "; give its authority as --engine-ca" * isinstance(error, ssl.SSLCertVerificationError)
-        return EngineLostError(self._why(error) + remedy, gone=not is_own, unsent=True)
-
     def _why(self, error: Exception) -> str:
         return f"{self._url}: {type(error).__name__}: {error!s:.300}"
 
@@ -186,28 +195,6 @@ class _EngineConnection(HttpConnection):
 
     def lost(self, why: str, *, is_stale: bool) -> EngineLostError:
         return EngineLostError(f"{self._url}: {why}", closed=self._status is None)
-
-
-class _Events:
-    """Splits a stream into the data of its events."""
-
-    def __init__(self, take: Callable[[bytes], None]) -> None:
-        self._take = take
-        self._rest = b""
-        self.is_done = False
-        """[DONE] has come."""
-
-    def feed(self, part: bytes) -> None:
-        *lines, self._rest = (self._rest + part).split(b"\n")
-        if len(self._rest) > _MAX_ANSWER_BYTES:
-            raise AnswerTooLongError
-        for line in lines:
-            if line.startswith(b"data:") and not self.is_done:
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    self.is_done = True
-                else:
-                    self._take(data)
 
 
 def socket_path(url: str) -> str:

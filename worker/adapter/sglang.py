@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import msgspec
 
-from worker.adapter.api import EngineLoad, EngineModel, EngineRefusedError, EventSource
-from worker.adapter.http import CALL_TIMEOUT_S, samples, understood
-from worker.adapter.text import LENGTHS, TextServer, decode_body, shorten
+from worker.adapter.api import EngineLoad, EngineModel, EngineRefusedError, EventSource, Take
+from worker.adapter.http import CALL_TIMEOUT_S, EngineServer, samples, understood
+from worker.adapter.text import LENGTHS, answer, decode_body, shorten
 from worker.common.capabilities import CHAT
 from worker.wire import EngineCall, GenerateRequest, Rendered
 
@@ -60,13 +60,13 @@ _DROPPED: Final = frozenset(
 """Hints that are dropped. A `model` with a colon would name an adapter; SGLang's priorities have the opposite order."""
 
 
-class SglangApi(TextServer):
+class SglangApi(EngineServer):
     """`worker.adapter.api.EngineApi` over one rank of an SGLang server."""
 
     kind = "sglang"
 
     async def version(self) -> str:
-        return str((await self._info()).get("version", "unknown"))
+        return str((await self._about("server_info")).get("version", "unknown"))
 
     async def model(self) -> EngineModel:
         info = await self._about("model_info")
@@ -75,11 +75,11 @@ class SglangApi(TextServer):
         return replace(await super().model(), source=source)
 
     async def precision(self) -> str:
-        info = await self._info()
+        info = await self._about("server_info")
         return f"{info.get('dtype', 'auto')}/{info.get('quantization') or 'dense'}"
 
     async def load(self) -> EngineLoad:
-        info = await self._info()
+        info = await self._about("server_info")
         status, page = await self.call("GET", "/metrics")
         rank = b"%d" % (self._rank or 0)
         with understood("/server_info"):
@@ -108,7 +108,7 @@ class SglangApi(TextServer):
             return None if num_cached is None else int(num_cached)
 
     async def event_source(self) -> EventSource | None:
-        config, rank = (await self._info()).get("kv_events_config"), self._rank or 0
+        config, rank = (await self._about("server_info")).get("kv_events_config"), self._rank or 0
         with understood("/server_info"):
             source = json.loads(config) if isinstance(config, str) and config else config
             if not source or source.get("publisher", "zmq") != "zmq" or "endpoint" not in source:
@@ -120,7 +120,7 @@ class SglangApi(TextServer):
             )
 
     async def index_problem(self) -> str | None:
-        info = await self._info()
+        info = await self._about("server_info")
         version = str(info.get("version", "unknown"))
         if (found := _VERSION.match(version)) is not None and tuple(map(int, found.groups())) < _SALTED_EVENTS:
             first = ".".join(map(str, _SALTED_EVENTS))
@@ -158,11 +158,9 @@ class SglangApi(TextServer):
             max_tokens = next((int(length) for length in asked if length is not None), longest)
         return Rendered((token_ids,), (max(0, max_tokens),), ())
 
-    async def body(self, request: GenerateRequest, request_id: str) -> dict[str, Any]:
-        return chat_body(request, request_id, self._rank)
-
-    async def _info(self) -> dict[str, Any]:
-        return await self._about("server_info")
+    async def generate(self, request: GenerateRequest, request_id: str, take: Take) -> None:
+        assert request.call is not None
+        await answer(self, request.call, chat_body(request, request_id, self._rank), take)
 
     async def _about(self, what: str) -> dict[str, Any]:
         """Return what the server reports. Older versions have these calls as `/get_...` only, and newer ones warn."""

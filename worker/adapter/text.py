@@ -5,7 +5,6 @@ The gateway decides on the prompt's ids and the salt. Everything else in a body 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, Final
 
 import msgspec
@@ -13,7 +12,7 @@ import msgspec
 from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError, Take
 from worker.adapter.http import AnswerTooLongError, EngineServer, refusal_of
 from worker.common.capabilities import CHAT
-from worker.wire import GenerateRequest
+from worker.wire import EngineCall, GenerateRequest
 
 COMPLETIONS: Final = "/v1/completions"
 LENGTHS: Final = {CHAT: ("max_completion_tokens", "max_tokens"), COMPLETIONS: ("max_tokens",)}
@@ -21,24 +20,16 @@ _decode_part: Final = msgspec.json.Decoder(EnginePart).decode
 decode_body: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-class TextServer(EngineServer):
-    """An engine's server with APIs that write text."""
-
-    @abstractmethod
-    async def body(self, request: GenerateRequest, request_id: str) -> dict[str, Any]:
-        """Return the engine's body for a request: the client's, with the prompt's ids and the salt."""
-
-    async def generate(self, request: GenerateRequest, request_id: str, take: Take) -> None:
-        call, body = request.call, await self.body(request, request_id)
-        assert call is not None
-        if call.streams:
-            await self.events(call.path, body, lambda data: take(data, part_of(data)))
-            return
-        try:
-            whole = await self.content("POST", call.path, body, None)
-        except AnswerTooLongError as error:
-            raise EngineRefusedError(400, f"{error}: ask for less at a time") from error
-        take(whole, part_of(whole))
+async def answer(server: EngineServer, call: EngineCall, body: object, take: Take) -> None:
+    """Post the engine's `body` of a call, and hand each event of the answer, or all of it, to `take`."""
+    if call.streams:
+        await server.events(call.path, body, lambda data: take(data, part_of(data)))
+        return
+    try:
+        whole = await server.content("POST", call.path, body, None)
+    except AnswerTooLongError as error:
+        raise EngineRefusedError(400, f"{error}: ask for less at a time") from error
+    take(whole, part_of(whole))
 
 
 def part_of(data: bytes) -> EnginePart:

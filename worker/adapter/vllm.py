@@ -10,9 +10,9 @@ from typing import Any, Final
 import msgspec
 
 from cache.hashing import MediaStart
-from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError, EventSource
-from worker.adapter.http import samples, understood
-from worker.adapter.text import COMPLETIONS, LENGTHS, TextServer, decode_body, part_of, shorten
+from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError, EventSource, Take
+from worker.adapter.http import EngineServer, samples, understood
+from worker.adapter.text import COMPLETIONS, LENGTHS, answer, decode_body, part_of, shorten
 from worker.common.capabilities import CHAT, IMAGES
 from worker.common.chat_probes import BLACK_PNG
 from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered, SamplingDefaults, SamplingParams
@@ -84,7 +84,7 @@ class _Prompt(msgspec.Struct):
 _decode_prompts: Final = msgspec.json.Decoder(_Prompt | list[_Prompt]).decode
 
 
-class VllmApi(TextServer):
+class VllmApi(EngineServer):
     """`worker.adapter.api.EngineApi` over one rank of a vLLM server."""
 
     kind = "vllm"
@@ -183,9 +183,10 @@ class VllmApi(TextServer):
             return bool((await self.render(EngineCall(CHAT, msgspec.json.encode(body)))).media)
         return False
 
-    async def body(self, request: GenerateRequest, request_id: str) -> dict[str, Any]:
+    async def generate(self, request: GenerateRequest, request_id: str, take: Take) -> None:
         assert request.call is not None
-        return call_body(await self._with_model(request.call, request.adapter), request, request_id)
+        body = await self._with_model(request.call, request.adapter)
+        await answer(self, request.call, call_body(body, request, request_id), take)
 
     async def _with_model(self, call: EngineCall, adapter: str) -> dict[str, Any]:
         """Return the body with a name that the engine has for its model."""
@@ -289,11 +290,9 @@ def parse_load(text: bytes, rank: int | None) -> EngineLoad:
             raise EngineRefusedError(400, f"--engine-rank {rank}: this server has the ranks {others}")
         for name, labels, value in found:
             is_other = int(labels.get(b"engine", rank)) != rank or labels.get(b"sleep_state", b"awake") != b"awake"
-            if is_other or name == _CACHE_CONFIG:
-                continue
-            if name in _GAUGES:
+            if name in _GAUGES and not is_other:
                 values[_GAUGES[name]] = max(values.get(_GAUGES[name], 0.0), value)
-            else:
+            elif name in _TOTALS and not is_other:
                 values[_TOTALS[name]] = values.get(_TOTALS[name], 0.0) + value
         facts = {
             "num_blocks": int(caches[rank][b"num_gpu_blocks"]) // len(ranks),  # the sum of a server's ranks
