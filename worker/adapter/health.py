@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
-from typing import Final
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 from worker.adapter.api import EngineLoad, EngineModel
 
@@ -56,18 +57,13 @@ class Sign(StrEnum):
 
 
 _ENDS: Final = {Sign.CLOSED: State.GONE, Sign.OTHER: State.REPLACED}
+_SEEN: Final = {Sign.PAUSE: State.PAUSED, **_ENDS}
 TABLE: Final[Mapping[State, Mapping[Sign, State]]] = {
     # Compilation and captured graphs may take minutes, so that an engine that starts is never hung.
-    State.STARTING: {Sign.TOKEN: State.SURE, Sign.PAUSE: State.PAUSED, **_ENDS},
-    State.SURE: {Sign.DOUBT: State.DOUBTFUL, Sign.STALL: State.HUNG, Sign.PAUSE: State.PAUSED, **_ENDS},
-    State.DOUBTFUL: {
-        Sign.TOKEN: State.SURE,
-        Sign.ANSWER: State.SURE,
-        Sign.STALL: State.HUNG,
-        Sign.PAUSE: State.PAUSED,
-        **_ENDS,
-    },
-    State.HUNG: {Sign.TOKEN: State.SURE, Sign.PAUSE: State.PAUSED, **_ENDS},
+    State.STARTING: {Sign.TOKEN: State.SURE, **_SEEN},
+    State.SURE: {Sign.DOUBT: State.DOUBTFUL, Sign.STALL: State.HUNG, **_SEEN},
+    State.DOUBTFUL: {Sign.TOKEN: State.SURE, Sign.ANSWER: State.SURE, Sign.STALL: State.HUNG, **_SEEN},
+    State.HUNG: {Sign.TOKEN: State.SURE, **_SEEN},
     State.PAUSED: {Sign.WAKE: State.STARTING, **_ENDS},
     State.GONE: {Sign.ANSWER: State.STARTING, Sign.OTHER: State.REPLACED},
     State.REPLACED: {},
@@ -75,11 +71,11 @@ TABLE: Final[Mapping[State, Mapping[Sign, State]]] = {
 """The next state. A sign that is not listed changes nothing."""
 IS_LOST: Final = frozenset({State.HUNG, State.GONE, State.REPLACED})
 """States in which open requests go to other workers."""
+_gauges: Final = attrgetter("usage", "num_running", "num_waiting", "work")
 _UNPROBED: Final = frozenset({State.PAUSED, State.GONE, State.REPLACED})  # in these, no token would come
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineFacts(NamedTuple):
     """Facts of one process of an engine. Another process has other facts."""
 
     started_s: float
@@ -191,11 +187,7 @@ class EngineHealth:
         return True
 
 
-def _gauges(counts: EngineLoad) -> tuple[float, ...]:
-    return counts.usage, counts.num_running, counts.num_waiting, counts.work
-
-
 def _differences(before: EngineFacts, now: EngineFacts) -> str:
-    pairs = [(name, getattr(before, name), getattr(now, name)) for name in EngineFacts.__slots__]
-    found = [f"{name}: {old!s:.300} -> {new!s:.300}" for name, old, new in pairs if old != new]
+    named = zip(EngineFacts._fields, before, now, strict=True)
+    found = [f"{name}: {old!s:.300} -> {new!s:.300}" for name, old, new in named if old != new]
     return "; ".join(found) or "it was away, or its totals are lower"

@@ -175,8 +175,8 @@ async def fake(engine_folder: Path) -> AsyncIterator[tuple[FakeEngine, str]]:
 def rig_over(fake: FakeEngine, url: str, *, hang_s: float, probe_s: float) -> Rig:
     [rank], [events] = fake.ranks, [fake.ranks[0].events]
     assert events is not None
-    facts = replace(FACTS, started_s=fake.started_s, num_blocks=rank.pool.num_blocks, block_size=rank.pool.block_size)
-    facts = replace(facts, model=replace(FACTS.model, source=str(fake.args.folder)))
+    facts = FACTS._replace(started_s=fake.started_s, num_blocks=rank.pool.num_blocks, block_size=rank.pool.block_size)
+    facts = facts._replace(model=replace(FACTS.model, source=str(fake.args.folder)))
     return Rig(
         VllmApi(url), EventSource(events.endpoint, events.replay, events.topic), facts, hang_s=hang_s, probe_s=probe_s
     )
