@@ -10,7 +10,7 @@ item_reference, compaction, any other             refused: what they stand for i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from server.api.formatting import encode_json
@@ -129,11 +129,7 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
         if item.kind in _SERVER_RUN:
             dropped.append(Ignored(item.kind, f"{field}.type"))
             continue
-        reader = _READERS.get(item.kind)
-        if reader is None:
-            why = f"is {item.kind!r}: it {_GONE[item.kind]}" if item.kind in _GONE else _UNKNOWN
-            raise unsupported(f"{field}.type", why)
-        if (message := reader(item, field, tool_set)) is None:
+        if (message := _message_of(item, field, tool_set)) is None:
             continue
         last = messages[-1] if messages and messages[-1].role == "assistant" else None
         if message.role != "assistant":
@@ -188,7 +184,35 @@ def _think(messages: list[schema.Message], thoughts: list[str]) -> None:
     thoughts.clear()
 
 
-def _message(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
+def _message_of(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message | None:
+    """Return the message of an item; None for one that only has tools. Raises InvalidRequestError."""
+    match item.kind:
+        case "message":
+            return _message(item, field)
+        case "function_call" | "custom_tool_call":
+            return _tool_call(item, field, tool_set)
+        case "function_call_output" | "custom_tool_call_output":
+            if not item.call_id:
+                raise invalid(f"{field}.call_id", "is required")
+            return _result(item.call_id, _output(item.output or "", f"{field}.output"))
+        case "tool_search_output":
+            names = [str(tool.get("name")) for tool in item.tools or () if isinstance(tool, dict)]
+            found = f"Loaded: {', '.join(names)}" if names else "Nothing was found."
+            return _result(item.call_id or item.id or "", found)
+        case "additional_tools":
+            return None
+        case kind if kind in _CLIENT_RUN:
+            arguments = _as_text(item.action or item.operation or item.arguments or {})
+            function = schema.FunctionCall(name=kind.removesuffix("_call"), arguments=arguments)
+            return _call(item.call_id or item.id or kind, function)
+        case kind if kind.removesuffix("_output") in _CLIENT_RUN:
+            output = item.output if item.output is not None else item.status or ""
+            return _result(item.call_id or item.id or kind, _as_text(output))
+        case kind:
+            raise unsupported(f"{field}.type", f"is {kind!r}: it {_GONE[kind]}" if kind in _GONE else _UNKNOWN)
+
+
+def _message(item: InputItem, field: str) -> schema.Message:
     is_empty = item.content is None and item.role != "assistant"
     if item.role not in ("system", "developer", "user", "assistant") or is_empty:
         raise invalid(field, "is a message without role (system, developer, user, assistant) or content")
@@ -203,39 +227,6 @@ def _tool_call(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message
     if not (item.call_id and item.name) or not isinstance(text, str):
         raise invalid(field, f"is a {item.kind} without call_id, name or {key}")
     return _call(item.call_id, tool_set.call(ToolName(item.name, kind, item.namespace or None), text))
-
-
-def _tool_output(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
-    if not item.call_id:
-        raise invalid(f"{field}.call_id", "is required")
-    return _result(item.call_id, _output(item.output or "", f"{field}.output"))
-
-
-def _client_call(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
-    arguments = _as_text(item.action or item.operation or item.arguments or {})
-    function = schema.FunctionCall(name=item.kind.removesuffix("_call"), arguments=arguments)
-    return _call(item.call_id or item.id or item.kind, function)
-
-
-def _client_output(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
-    output = item.output if item.output is not None else item.status or ""
-    return _result(item.call_id or item.id or item.kind, _as_text(output))
-
-
-def _search_output(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
-    names = [str(tool.get("name")) for tool in item.tools or () if isinstance(tool, dict)]
-    return _result(item.call_id or item.id or "", f"Loaded: {', '.join(names)}" if names else "Nothing was found.")
-
-
-_READERS: Final[Mapping[str, Callable[[InputItem, str, ToolSet], schema.Message | None]]] = {
-    "message": _message,
-    **dict.fromkeys(("function_call", "custom_tool_call"), _tool_call),
-    **dict.fromkeys(("function_call_output", "custom_tool_call_output"), _tool_output),
-    "additional_tools": lambda item, field, tool_set: None,
-    **dict.fromkeys(_CLIENT_RUN, _client_call),
-    **dict.fromkeys((f"{kind}_output" for kind in _CLIENT_RUN), _client_output),
-    "tool_search_output": _search_output,
-}
 
 
 def _as_text(value: object) -> str:
