@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import LazyJson, ResponseFormatter, json_parts, response_id
-from server.api.prompts.batches import Prompt, batch_specs
+from server.api.prompts.limits import Prompt, batch_specs
 from server.api.prompts.params import in_vocabulary, new_spec
 from server.auth.identity import Identity
 from server.errors import ContextLengthError, InvalidRequestError
@@ -61,8 +61,8 @@ class EmbeddingEndpoint(GenerateEndpoint):
                 raise invalid("input", f"has {len(inputs)} texts, at most {MAX_INPUTS} are taken")
             spec = new_spec(response_id(self.prefix), model, identity, request, "input")
             shared = replace(spec, embed=Embed(request.dimensions))
-            specs = await batch_specs(shared, inputs, partial(_input_ids, model))
-        return PreparedRequest(specs, EmbeddingFormatter(request), False)
+            specs = [spec async for spec, _, _ in batch_specs(shared, inputs, partial(_input_ids, model))]
+        return PreparedRequest(tuple(specs), EmbeddingFormatter(request), False)
 
 
 async def _input_ids(model: ServedModel, item: Prompt) -> Sequence[int]:

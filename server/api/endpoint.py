@@ -24,7 +24,7 @@ from server.api.formatting import ResponseFormatter
 from server.api.prompts.ignored_tools import IgnoredTools
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, RevisionGoneError, ShuttingDownError, UnavailableError, forget
-from server.event_loop import TimeSlice, sliced
+from server.event_loop import sliced
 from server.http.stream import CancelOnDisconnect, KeepAlive, SseWriter, client_of
 from server.models.registry import Models
 from server.models.served_model import ServedModel
@@ -101,16 +101,13 @@ class PreparedRequest(Struct, frozen=True, eq=False):
     stream: bool
 
 
-Prepare = Callable[[], Awaitable[PreparedRequest]]
-
-
 @dataclass(slots=True, eq=False)
 class Answer:
     """The generations of one request, and what writes them. Both are replaced when their revision goes too early."""
 
     formatter: ResponseFormatter
     response: ResponseStream
-    prepare: Prepare | None
+    prepare: Callable[[], Awaitable[PreparedRequest]] | None
     """Prepares the request again, from its body; None: output has been sent to the client."""
     begin: Callable[[PreparedRequest], Awaitable[list[Generation]]]
     deadline_s: float
@@ -196,11 +193,8 @@ class GenerateEndpoint(ABC):
     async def _generations(
         self, request: PreparedRequest, *, deadline_s: float, hints: RoutingHints
     ) -> list[Generation]:
-        generations, time_slice = [], TimeSlice()
-        for spec in request.specs:
-            generations.append(Generation(spec, self._services.requests, deadline_s, hints))
-            await time_slice.rest()
-        return generations
+        services = self._services.requests
+        return [Generation(spec, services, deadline_s, hints) async for spec in sliced(request.specs)]
 
     def _model(self, name: str, identity: Identity) -> ServedModel:
         """Return the model, which generates text.
@@ -246,8 +240,7 @@ class GenerateEndpoint(ABC):
         self, answer: Answer, context: RequestContext, account: Account, scope: Scope, send: Send
     ) -> None:
         client, response = client_of(scope), answer.response
-        ping, write = answer.formatter.ping, client.write
-        writer = SseWriter(send, response.headers, ping, write)
+        writer = SseWriter(send, response.headers, answer.formatter.ping, client.write)
         client.on_probe = writer.probe
         first_s = 0.0
 

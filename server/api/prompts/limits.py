@@ -1,21 +1,28 @@
-"""The sizes of a prompt and of its answer, in the client's names for the fields."""
+"""The sizes of prompts, one by one and together, and of an answer, in the client's names for the fields."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec.structs import replace
+
 from server.errors import ContextLengthError
+from server.event_loop import sliced
 from server.models.served_model import ServedModel
+from server.request.choice import GenerationSpec
 from server.schema.decoding import invalid
 from server.schema.fields import ModelFields
 from server.text.tokenizer import TooManyTokensError
 
 TEXT_ROOM: Final = 4
 """The limit, in contexts, for a text that will be cut to `truncate_prompt_tokens`."""
+MAX_BATCH_TOKENS: Final = 1 << 20
+"""The limit for all prompts of a request together, or one context if that is more."""
 MAX_COUNTED_TOKENS: Final = 1 << 16
 """The limit for one text to or from ids, or the model's context where that is more."""
+Prompt = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +115,22 @@ def check_text(num_chars: int, model: ServedModel, param: str) -> None:
     message = f"your {what} {num_chars} characters, and {TEXT_ROOM * longest} at most are read"
     num_tokens = num_chars // bound.token_bytes
     raise ContextLengthError(message, model.max_model_len, num_tokens=num_tokens, param=param)
+
+
+async def batch_specs(
+    shared: GenerationSpec, prompts: Sequence[Prompt], encode: Callable[[Prompt], Awaitable[Sequence[int]]]
+) -> AsyncIterator[tuple[GenerationSpec, Prompt, int]]:
+    """Yield a spec for each prompt, the prompt, and the tokens of all prompts so far. Rests between them.
+
+    Raises InvalidRequestError for too many tokens.
+    """
+    limit = max(MAX_BATCH_TOKENS, shared.model.max_model_len)
+    num_tokens = 0
+    async for index, prompt in sliced(enumerate(prompts)):
+        prompt_ids = await encode(prompt)
+        num_tokens += len(prompt_ids)
+        if num_tokens > limit:
+            raise invalid(shared.prompt_param, f"has at most {limit} tokens in all: send several requests")
+        id_ = shared.request_id if len(prompts) == 1 else f"{shared.request_id}-{index}"
+        spec = replace(shared, request_id=id_, prompt_ids=prompt_ids, first_index=index * len(shared.seeds))
+        yield spec, prompt, num_tokens

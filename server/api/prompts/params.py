@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import InvalidRequestError
-from server.event_loop import TimeSlice
+from server.event_loop import sliced
 from server.models.served_model import ServedModel
 from server.request.choice import GenerationSpec
 from server.schema.decoding import invalid
@@ -105,14 +105,13 @@ def text_rules(request: ModelFields, stops: tuple[str, ...], model: ServedModel,
 
 
 async def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    pairs, time_slice = [], TimeSlice()
-    for key, value in bias.items():
+    pairs = []
+    async for key, value in sliced(bias.items()):
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
             raise invalid(
                 "logit_bias", f"has token ids from 0 to {vocab_size - 1}, as strings, for keys, got {key[:40]!r}"
             )
         pairs.append((int(key), value))
-        await time_slice.rest()
     return tuple(pairs)
 
 
