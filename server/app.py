@@ -18,10 +18,10 @@ from server.api.chat import ChatEndpoint
 from server.api.completions import CompletionEndpoint
 from server.api.embeddings import EmbeddingEndpoint
 from server.api.endpoint import EndpointServices, GenerateEndpoint
+from server.api.engine.text import ENGINE_PATHS, PoolingEndpoint
 from server.api.formatting import json_response
 from server.api.messages import MessagesEndpoint
 from server.api.models import ModelsApi
-from server.api.pooling import ENGINE_PATHS, PoolingEndpoint
 from server.api.responses import ResponsesEndpoint
 from server.api.tokenize import TokenizeApi
 from server.auth.authentication import Authenticator, authenticated

@@ -30,7 +30,7 @@ OWNERS: Final = {
         "worker/common/json_schema.py",
     ),
     _OTHERS: (
-        *("server/api/engine", "server/api/pooling.py", "server/request/engine_answer.py"),
+        *("server/api/engine", "server/request/engine_answer.py"),
         *("worker/adapter", "worker/common/chat_probes.py"),
     ),
 }

@@ -58,17 +58,9 @@ from worker.wire import SamplingParams
 
 _INPUT: Final = re.compile(rb'"input"\s*:')
 """A field at any depth: in a text, the quotes would be escaped."""
-_NULL: Final = msgspec.Raw(b"null")
 
 
-class _Form(msgspec.Struct):
-    """The fields by which bodies of chats and of responses differ."""
-
-    messages: msgspec.Raw = _NULL
-    input: msgspec.Raw = _NULL
-
-
-_decode_form: Final = msgspec.json.Decoder(_Form).decode
+_fields_of: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class ConversationEndpoint(GenerateEndpoint):
@@ -78,12 +70,8 @@ class ConversationEndpoint(GenerateEndpoint):
     """Makes the writer of an answer, of the request, its spec and its rules."""
 
     @abstractmethod
-    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
-        """Decode and check a body. Raises ApiError."""
-
-    async def read_to_count(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
-        """Decode and check a body whose prompt is to be counted. Raises ApiError."""
-        return await self.read(body, limit)
+    async def read(self, body: bytes, limit: Callable[[], TextLimit], *, counts: bool = False) -> ChatIntent:
+        """Decode and check a body. `counts`: only its prompt is wanted. Raises ApiError."""
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
@@ -107,7 +95,7 @@ class ConversationEndpoint(GenerateEndpoint):
         prepared = await services.engine_text.prepare(CHAT_PATH, body, identity, self, counts=True)
         if prepared is not None:
             return prepared.specs[0].model, prepared.specs[0].prompt_ids
-        intent = await self.read_to_count(body, self._models.text_limit)
+        intent = await self.read(body, self._models.text_limit, counts=True)
         services.ignored_tools.take(intent)
         param, model = intent.names.messages, self._model(intent.fields.model, identity)
         rendered = await render_chat(intent.conversation, model)
@@ -296,7 +284,7 @@ class ChatFormatter(ChunkFormatter):
 class ChatEndpoint(ConversationEndpoint):
     route, prefix, formatter = "chat", "chatcmpl-", ChatFormatter
 
-    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
+    async def read(self, body: bytes, limit: Callable[[], TextLimit], *, counts: bool = False) -> ChatIntent:
         """Read a body of chats, or one of responses: Cursor sends those here, and reads chunks.
 
         Raises InvalidRequestError.
@@ -318,6 +306,6 @@ class ChatEndpoint(ConversationEndpoint):
 
 def _is_of_responses(body: bytes) -> bool:
     with contextlib.suppress(ValueError, RecursionError):  # the reader of chats names what is wrong
-        form = _decode_form(body)
-        return bytes(form.messages) == b"null" != bytes(form.input)
+        fields = _fields_of(body)
+        return bytes(fields.get("messages", b"null")) == b"null" != bytes(fields.get("input", b"null"))
     return False

@@ -20,17 +20,13 @@ from server.request.response import ResponseStream
 from server.request_context import CURRENT
 from server.schema.fields import SamplingFields
 from server.text.detokenizer import TokenBytes
+from server.text.output_parser import OutputParser, OutputRules
 from worker.wire import TokenLogprobs
 
 MIN_LOGPROB: Final = -9999.0
 """JSON has no infinity."""
 
 encode_json = msgspec.json.Encoder().encode
-
-
-def decoded(value: Any) -> Any:
-    """Return a value whose JSON may not be decoded yet."""
-    return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
 
 
 class LazyJson(dict[str, Any]):
@@ -149,6 +145,54 @@ class ChunkFormatter(ResponseFormatter):
 
     def _usage(self, response: ResponseStream) -> dict[str, Any]:
         return response.usage()
+
+
+class ItemFormatter(ResponseFormatter):
+    """The common part of messages and responses: a list of items, whose steps are events. Only the last may be open."""
+
+    def __init__(self, spec: GenerationSpec, rules: OutputRules, *, streams: bool) -> None:
+        self._id = spec.request_id
+        self._rules = rules
+        self._streams = streams
+        self._parser = OutputParser(rules)
+        self._items: list[dict[str, Any]] = []
+        self._is_open = False
+        self._texts: list[str] = []
+        """The pieces of the open item's text."""
+        self._call_ids: list[str] = []
+        """Those that an engine has given, of calls that come next."""
+        self._events: list[bytes] = []
+        """Events that are not sent yet."""
+
+    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> tuple[bytes]:
+        self._add(choices[0])
+        return (encode_json(self._answer(response)),)
+
+    def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
+        self._start(response)
+        for delta in deltas:
+            self._add(delta)
+        return self._take_events()
+
+    @abstractmethod
+    def _start(self, response: ResponseStream) -> None:
+        """Emit the events before the first item, once."""
+
+    @abstractmethod
+    def _add(self, delta: ChoiceDelta) -> None:
+        """Add the items of more output."""
+
+    @abstractmethod
+    def _answer(self, response: ResponseStream) -> dict[str, Any]:
+        """Return the answer up to now."""
+
+    def _emit(self, name: str, /, **fields: Any) -> None:
+        if self._streams:
+            self._events.append(sse(encode_json({"type": name, **fields}), name))
+
+    def _take_events(self) -> bytes:
+        events, self._events = self._events, []
+        return b"".join(events)
 
 
 def json_response(value: object) -> Response:

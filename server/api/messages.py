@@ -14,14 +14,14 @@ The answer is a list of content blocks, and each step is an event:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
 from server.api.chat import ConversationEndpoint
-from server.api.formatting import ResponseFormatter, encode_json
+from server.api.formatting import ItemFormatter, encode_json
 from server.errors import ApiError, anthropic_error
 from server.event_loop import sliced
 from server.http.stream import sse
@@ -43,7 +43,7 @@ from server.schema.messages import (
 from server.schema.thoughts import thought_text
 from server.schema.tools import Ignored, ToolMode, ToolName, ToolUse
 from server.schema.wishes import Wishes
-from server.text.output_parser import OutputDelta, OutputParser, OutputRules, call_id
+from server.text.output_parser import OutputRules, call_id
 from server.text.shapes import NOT_JSON
 
 _NAMES: Final = FieldNames(
@@ -169,125 +169,99 @@ def _wishes(request: CountTokensRequest) -> Wishes:
     return wishes
 
 
-def _event(kind: str, **fields: Any) -> bytes:
-    return sse(encode_json({"type": kind, **fields}), kind)
+class MessagesFormatter(ItemFormatter):
+    """The message object, or its stream of events. The items are content blocks."""
 
-
-class MessagesFormatter(ResponseFormatter):
-    """The message object, or its stream of events. At most one content block is open: the last."""
-
-    ping = _event("ping")
+    ping = sse(encode_json({"type": "ping"}), "ping")
 
     def __init__(self, request: MessagesRequest, spec: GenerationSpec, rules: OutputRules) -> None:
-        self._id = spec.request_id
+        super().__init__(spec, rules, streams=bool(request.stream))
         self._model = request.model
-        self._parser = OutputParser(rules)
         self._shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
         self.shows_output = request.max_tokens != 0
-        self._started = False
-        self._open: str | None = None
-        """The type of the open block."""
-        self._num_blocks = 0
-        self._has_calls = False
-        self._waits_for_arguments = False
+        self._has_begun = False
         self._last: ChoiceDelta | None = None
-        self._call_ids: list[str] = []
-        """Those that an engine has given, of calls that come next."""
-
-    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> tuple[bytes]:
-        content: list[dict[str, Any]] = []
-        self._last = choices[0]
-        for kind, text in self._read(choices[0]):
-            if kind == "arguments":
-                self._waits_for_arguments = False
-                content[-1]["input"] = _input(text)
-            else:
-                content.append(self._block(kind, text))
-        if self._is_cut_call:
-            content[-1]["input"] = _input("")
-        return (encode_json(self._message(response, content)),)
-
-    def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
-        events: list[bytes] = []
-        if not self._started:
-            self._started = True
-            events += (_event("message_start", message=self._message(response, [])), self.ping)
-        for delta in deltas:
-            is_last = delta.finish_reason is not None
-            for kind, text in self._read(delta):
-                events += self._block_events(kind, text)
-            if is_last:
-                self._last = delta
-                if self._is_cut_call:
-                    events.append(self._delta(type="input_json_delta", partial_json=encode_json(_input("")).decode()))
-                events += self._close()
-        return b"".join(events)
 
     def last_events(self, response: ResponseStream) -> bytes:
-        message_delta = _event("message_delta", delta=self._stop(), usage=self._usage(response))
-        return message_delta + _event("message_stop")
+        self._emit("message_delta", delta=self._stop(), usage=self._usage(response))
+        self._emit("message_stop")
+        return self._take_events()
 
     def error_event(self, error: ApiError) -> bytes:
         return sse(anthropic_error(error, CURRENT.get().request_id)[1], "error")
 
-    def _read(self, delta: ChoiceDelta) -> Sequence[OutputDelta]:
-        """Return the parts of more output, if it is shown."""
-        self._call_ids += delta.call_ids
+    def _start(self, response: ResponseStream) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._emit("message_start", message=self._answer(response))
+            self._events.append(self.ping)
+
+    def _add(self, delta: ChoiceDelta) -> None:
         is_last = delta.finish_reason is not None
-        return self._parser.feed(delta.text, last=is_last, parts=delta.parts) if self.shows_output else ()
+        self._call_ids += delta.call_ids
+        if self.shows_output:
+            for kind, text in self._parser.feed(delta.text, last=is_last, parts=delta.parts):
+                self._show(kind, text)
+        if is_last:
+            self._last = delta
+            is_cut = delta.finish_reason == "length" or isinstance(delta.stop_reason, str)
+            if is_cut and self._is_open and self._items[-1]["type"] == "tool_use" and not self._texts:
+                # Without a word of the missing arguments, the call would look whole.
+                self._add_text("input_json_delta", partial_json=encode_json(_input("")).decode())
+            self._close()
 
-    def _block_events(self, kind: str, text: str) -> Iterator[bytes]:
-        if kind == "arguments":
-            self._waits_for_arguments = False
-            yield self._delta(type="input_json_delta", partial_json=text)
-            return
-        block = self._block(kind, text if kind == "call" else "")
-        if kind == "call" or self._open != block["type"]:
-            yield from self._close()
-            self._open, self._num_blocks = block["type"], self._num_blocks + 1
-            yield _event("content_block_start", index=self._num_blocks - 1, content_block=block)
-        if kind == "content":
-            yield self._delta(type="text_delta", text=text)
-        elif kind == "reasoning" and self._shows_thoughts:
-            yield self._delta(type="thinking_delta", thinking=text)
+    def _show(self, kind: str, text: str) -> None:
+        match kind:
+            case "content":
+                self._open("text", text="")
+                self._add_text("text_delta", text=text)
+            case "reasoning":
+                self._open("thinking", thinking="", signature="")
+                if self._shows_thoughts:
+                    self._add_text("thinking_delta", thinking=text)
+            case "call":
+                self._close()
+                self._open("tool_use", id=call_id(self._call_ids), name=text, input={})
+            case "arguments":
+                self._add_text("input_json_delta", partial_json=text)
 
-    def _delta(self, **delta: str) -> bytes:
-        return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+    def _open(self, kind: str, **fields: Any) -> None:
+        """Open a block of this type, unless one is open."""
+        if not (self._is_open and self._items[-1]["type"] == kind):
+            self._close()
+            self._is_open = True
+            self._items.append({"type": kind, **fields})
+            self._emit("content_block_start", index=len(self._items) - 1, content_block=self._items[-1])
 
-    def _close(self) -> Iterator[bytes]:
+    def _add_text(self, kind: str, **text: str) -> None:
+        """Add the one field of `text` to the text of the open block."""
+        self._texts += text.values()
+        self._emit("content_block_delta", index=len(self._items) - 1, delta={"type": kind, **text})
+
+    def _close(self) -> None:
         """End the open block, if any."""
-        if self._open == "thinking":
-            yield self._delta(type="signature_delta", signature="")
-        if self._open is not None:
-            yield _event("content_block_stop", index=self._num_blocks - 1)
-        self._open = None
+        if not self._is_open:
+            return
+        block = self._items[-1]
+        if block["type"] == "thinking":
+            self._add_text("signature_delta", signature="")
+        text, self._texts, self._is_open = "".join(self._texts), [], False
+        if block["type"] != "tool_use":
+            block[block["type"]] = text
+        elif text:
+            block["input"] = _input(text)
+        self._emit("content_block_stop", index=len(self._items) - 1)
 
-    def _block(self, kind: str, text: str) -> dict[str, Any]:
-        """Return a content block. Its text is the name of a call."""
-        self._waits_for_arguments = kind == "call"
-        if kind == "content":
-            return {"type": "text", "text": text}
-        if kind == "reasoning":
-            return {"type": "thinking", "thinking": text if self._shows_thoughts else "", "signature": ""}
-        self._has_calls = True
-        return {"type": "tool_use", "id": call_id(self._call_ids), "name": text, "input": {}}
-
-    def _message(self, response: ResponseStream, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _answer(self, response: ResponseStream) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": content,
+            "content": self._items,
             **self._stop(),
             "usage": {**self._usage(response), "service_tier": "standard"},
         }
-
-    @property
-    def _is_cut_call(self) -> bool:
-        """The answer ended before the arguments of a call: without a word of that, the call would look whole."""
-        last, waits = self._last, self._waits_for_arguments
-        return waits and last is not None and (last.finish_reason == "length" or isinstance(last.stop_reason, str))
 
     def _usage(self, response: ResponseStream) -> dict[str, Any]:
         """Count tokens; input tokens do not include cached ones."""
@@ -312,7 +286,8 @@ class MessagesFormatter(ResponseFormatter):
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(self._last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self._last.stop_reason}
-        return {"stop_reason": "tool_use" if self._has_calls else "end_turn", "stop_sequence": None}
+        has_calls = any(block["type"] == "tool_use" for block in self._items)
+        return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
 
 def _input(arguments: str) -> Any:
@@ -327,8 +302,5 @@ def _input(arguments: str) -> Any:
 class MessagesEndpoint(ConversationEndpoint):
     route, prefix, formatter = "messages", "msg_", MessagesFormatter
 
-    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
-        return await messages_intent(await MESSAGES.read(body, limit))
-
-    async def read_to_count(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
-        return await messages_intent(await COUNT_TOKENS.read(body, limit))
+    async def read(self, body: bytes, limit: Callable[[], TextLimit], *, counts: bool = False) -> ChatIntent:
+        return await messages_intent(await (COUNT_TOKENS if counts else MESSAGES).read(body, limit))

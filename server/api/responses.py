@@ -18,90 +18,61 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.chat import ConversationEndpoint
-from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
+from server.api.formatting import ItemFormatter, chat_logprobs
 from server.api.prompts.items import responses_intent
 from server.errors import ApiError, responses_error
-from server.http.stream import sse
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.response import ResponseStream
 from server.schema.decoding import TextLimit, unsupported
 from server.schema.intent import ChatIntent
 from server.schema.requests import RESPONSES, ResponsesRequest
-from server.text.output_parser import OutputDelta, OutputParser, OutputRules, call_id
+from server.text.output_parser import OutputDelta, OutputRules, call_id
 
 _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _ITEM_TYPES: Final = {"function": "function_call", "custom": "custom_tool_call"}
 _CALL_EVENTS: Final = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
 
 
-class ResponsesFormatter(ResponseFormatter):
-    """The response object, or its stream of typed, numbered events. At most one output item is open: the last."""
+class ResponsesFormatter(ItemFormatter):
+    """The response object, or its stream of numbered events."""
 
     def __init__(self, request: ResponsesRequest, spec: GenerationSpec, rules: OutputRules) -> None:
-        self._id = spec.request_id
+        super().__init__(spec, rules, streams=bool(request.stream))
         self._sampling = spec.sampling
         self._token_bytes = spec.model.tokenizer.token_bytes
         self._request = request
-        self._rules = rules
-        self._parser = OutputParser(rules)
         self._created = int(time.time())
         self._status = "in_progress"
-        self._items: list[dict[str, Any]] = []
-        self._open = False
-        self._texts: list[str] = []
-        """The pieces of the open item's text."""
         self._logprobs: list[dict[str, Any]] = []
         """Log probabilities of tokens whose text is not released yet."""
-        self._call_ids: list[str] = []
-        """Those that an engine has given, of calls that come next."""
-        self._events: list[bytes] = []
-        """Events that are not sent yet."""
         self._num_events = 0
 
-    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> tuple[bytes]:
-        self._add(choices[0])
-        return (encode_json(self._response(response)),)
-
-    def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
-        self._emit_start()
-        for delta in deltas:
-            self._add(delta)
-        return self._take_events()
-
     def last_events(self, response: ResponseStream) -> bytes:
-        self._emit(self._status, response=self._response(response))
+        self._emit(f"response.{self._status}", response=self._answer(response))
         return self._take_events()
 
     def error_event(self, error: ApiError) -> bytes:
         """SDKs and Codex wait for `response.failed`."""
-        self._emit_start()
+        self._start()
         error = responses_error(error)
         failure = {"code": error.code or error.type, "message": error.message}
-        fields = {"type": "error", "sequence_number": self._num_events, "param": error.param, **failure}
-        self._events.append(sse(encode_json(fields), "error"))
-        self._num_events += 1
-        self._emit("failed", response=self._response(None) | {"status": "failed", "error": failure})
+        self._emit("error", param=error.param, **failure)
+        self._emit("response.failed", response=self._answer() | {"status": "failed", "error": failure})
         return self._take_events()
 
-    def _emit_start(self) -> None:
+    def _start(self, response: ResponseStream | None = None) -> None:
         if not self._num_events:
             for kind in ("created", "in_progress"):
-                self._emit(kind, response=self._response(None))
+                self._emit(f"response.{kind}", response=self._answer())
 
-    def _take_events(self) -> bytes:
-        events, self._events = self._events, []
-        return b"".join(events)
-
-    def _emit(self, kind: str, **fields: Any) -> None:
-        if not self._request.stream:
-            return
-        name = f"response.{kind}"
-        self._events.append(sse(encode_json({"type": name, "sequence_number": self._num_events, **fields}), name))
+    def _emit(self, name: str, /, **fields: Any) -> None:
+        super()._emit(name, sequence_number=self._num_events, **fields)
         self._num_events += 1
 
     def _emit_in_item(self, kind: str, **fields: Any) -> None:
         """Emit an event inside the last item."""
-        self._emit(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
+        index = len(self._items) - 1
+        self._emit(f"response.{kind}", item_id=self._items[-1]["id"], output_index=index, **fields)
 
     def _add(self, delta: ChoiceDelta) -> None:
         """Add text token by token where there are log probabilities: items must not depend on how deltas are cut."""
@@ -155,10 +126,10 @@ class ResponsesFormatter(ResponseFormatter):
 
     def _close(self, status: str) -> None:
         """End the open item."""
-        if not self._open:
+        if not self._is_open:
             return
         item, text, self._texts = self._items[-1], "".join(self._texts), []
-        self._open, item["status"] = False, status
+        self._is_open, item["status"] = False, status
         if (event := _CALL_EVENTS.get(item["type"])) is not None:
             done = {"input": text} if "input" in item else {"name": item["name"], "arguments": text}
             item |= done
@@ -171,11 +142,11 @@ class ResponsesFormatter(ResponseFormatter):
             done = {key: part[key] for key in ("text", "logprobs") if key in part}
             self._emit_in_item(f"{part['type']}.done", content_index=0, **done)
             self._emit_in_item("content_part.done", content_index=0, part=part)
-        self._emit("output_item.done", output_index=len(self._items) - 1, item=item)
+        self._emit("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _open_part(self, kind: str) -> None:
         """Open an item of this kind, with its content part, unless one is open."""
-        if not (self._open and self._items[-1]["type"] == kind):
+        if not (self._is_open and self._items[-1]["type"] == kind):
             self._close("completed")
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             if kind == "message":
@@ -188,11 +159,11 @@ class ResponsesFormatter(ResponseFormatter):
     def _begin(self, kind: str, **fields: Any) -> None:
         item = {"id": f"{_ID_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
         self._items.append(item)
-        self._open = True
-        self._emit("output_item.added", output_index=len(self._items) - 1, item=item)
+        self._is_open = True
+        self._emit("response.output_item.added", output_index=len(self._items) - 1, item=item)
 
-    def _response(self, stream: ResponseStream | None) -> dict[str, Any]:
-        """Return the response object; without a `stream`, without output and usage."""
+    def _answer(self, response: ResponseStream | None = None) -> dict[str, Any]:
+        """Return the response object; without output and usage unless its stream is given."""
         request = self._request
         text_format = request.text.format if request.text is not None else None
         return {
@@ -206,7 +177,7 @@ class ResponsesFormatter(ResponseFormatter):
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "model": request.model,
-            "output": self._items if stream is not None else [],
+            "output": self._items if response is not None else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": request.prompt_cache_key,
@@ -221,7 +192,7 @@ class ResponsesFormatter(ResponseFormatter):
             "top_logprobs": request.top_logprobs or 0,
             "top_p": self._sampling.top_p if request.top_p is None else request.top_p,
             "truncation": "disabled",
-            "usage": _usage(stream) if stream is not None else None,
+            "usage": _usage(response) if response is not None else None,
             "user": request.user,
             "metadata": request.metadata or {},
         }
@@ -248,7 +219,7 @@ class ResponsesEndpoint(ConversationEndpoint):
     route, prefix, formatter = "responses", "resp_", ResponsesFormatter
     counted: ClassVar = {"object": "response.input_tokens"}
 
-    async def read(self, body: bytes, limit: Callable[[], TextLimit]) -> ChatIntent:
+    async def read(self, body: bytes, limit: Callable[[], TextLimit], *, counts: bool = False) -> ChatIntent:
         return responses_intent(await RESPONSES.read(body, limit))
 
     async def compact(self, http_request: Request) -> Response:

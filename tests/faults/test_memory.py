@@ -13,7 +13,7 @@ from typing import Any, Final
 import aiohttp
 import pytest
 
-from server.api.pooling import ENGINE_PATHS
+from server.api.engine.text import ENGINE_PATHS
 from server.request.hints import SESSION_HEADERS
 from server.schema.fields import RequestFields
 from tests import smollm2

@@ -111,12 +111,9 @@ class _Prompt(Struct, forbid_unknown_fields=True):
         return {shape for shape, is_there in found.items() if is_there}
 
 
-_prompt_of: Final = msgspec.json.Decoder(_Prompt).decode
-
-
 def shapes_of(fields: Mapping[str, Any]) -> set[str]:
     """Return the shapes of a chat's body. Raises msgspec.ValidationError for a field without probes."""
-    return _prompt_of(encode_json({n: value for n, value in fields.items() if n not in _NOT_IN_PROMPT})).shapes()
+    return msgspec.convert({n: value for n, value in fields.items() if n not in _NOT_IN_PROMPT}, _Prompt).shapes()
 
 
 class EnginePrompts:
@@ -130,15 +127,11 @@ class EnginePrompts:
     async def render(self, fields: Mapping[str, Any], model: ServedModel) -> Rendered | None:
         """Return the prompt of a chat's body; None if the engine must render it."""
         shared = await self._shared(model)
-        if not shared:
-            return None
         try:
-            shapes = shapes_of(fields)
+            is_shared = bool(shared) and shapes_of(fields) <= shared
         except msgspec.ValidationError:
-            return None
-        if not shapes <= shared:
-            return None
-        return await _rendered(encode_json({**fields, "model": model.name}), model)
+            is_shared = False
+        return await _rendered(encode_json({**fields, "model": model.name}), model) if is_shared else None
 
     async def shares_template(self, model: ServedModel) -> bool:
         """Return whether all engines of a model have the gateway's template."""

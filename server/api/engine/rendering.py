@@ -9,6 +9,7 @@ from typing import Final
 
 from cache.records import Candidate
 from server.api.engine.media import CHAT_PATH, Media
+from server.api.formatting import encode_json
 from server.errors import ApiError, InternalError, InvalidRequestError, RevisionGoneError, UnavailableError
 from server.models.registry import Models
 from server.models.served_model import ServedModel
@@ -43,8 +44,9 @@ class EngineRenderer:
         except (InvalidRequestError, InternalError) as refused:
             images = () if refused.code == "context_length_exceeded" else media.images
             for image in images:
+                alone = {"messages": [{"role": "user", "content": [image.part]}], "max_tokens": 1}
                 try:
-                    await self.render(image.only_in(call), model, has_images=True)
+                    await self.render(EngineCall(call.path, encode_json(alone)), model, has_images=True)
                 except (InvalidRequestError, InternalError) as error:
                     why = f": {error.message}" if isinstance(error, InvalidRequestError) else ""
                     raise invalid(image.param, f"is an image that the engine cannot read{why}") from error

@@ -6,13 +6,17 @@ The engine renders the probes, once for each model, when a body first has a shap
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields as fields_of
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
 
 from server.api.engine.media import CHAT_PATH
 from server.api.engine.prompts import EnginePrompts
 from server.api.engine.rendering import Digests, EngineRenderer
-from server.api.formatting import decoded, encode_json
+from server.api.formatting import encode_json
 from server.errors import InternalError, InvalidRequestError
 from server.event_loop import run_sliced
 from server.models.served_model import ServedModel
@@ -28,22 +32,9 @@ _ENGINES_BUDGET: Final = "thinking_token_budget"
 """Some engines hold the budget in this field themselves."""
 _TRANSLATED: Final = frozenset({*WORDS} - {EFFORT, _ENGINES_BUDGET})
 """Words that engines read otherwise, or not at all."""
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-"""A turn of another role is refused by the template, in its own words."""
-_ALL: Final = Shapes(
-    turns="parted",
-    first_user=True,
-    fills=frozenset({"user", "assistant", "system", "tool"}),
-    second_system=True,
-    late_system=True,
-    developer=True,
-    orphans=True,
-    late_results=True,
-    answered_results=True,
-    missing_results=True,
-    lists_arguments=True,
-    short_ids=True,
-)
+_FLAGS: Final[dict[str, Any]] = {each.name: True for each in fields_of(Shapes) if each.type == "bool"}
+_ALL: Final = Shapes(turns="parted", fills=frozenset({"user", "assistant", "system", "tool"}), **_FLAGS)
+"""Every shape that some template refuses."""
 
 
 class EngineShapes:
@@ -61,13 +52,12 @@ class EngineShapes:
         turns = _turns(fields)
         if turns is None:
             return fields, ()
-        tools = decoded(fields.get("tools"))
+        tools = fields.get("tools")
         filled_tools = filled(tools)
         choices = [replace(_ALL, counts_tools=counts) for counts in (False, True)]
-        possible = {name for shapes in choices for name in repaired(shapes, turns, has_tools=True)[1]}
+        possible = {name for shapes in choices for name in repaired(shapes, turns, has_tools=bool(tools))[1]}
         has_marks = any(bracket in encode_json(turns).decode() for bracket in (OPEN, CLOSE))
-        has_system = turns[:1] and turns[0]["role"] in ("system", "developer")
-        if not (possible or has_marks or has_system or filled_tools != tools):
+        if not (possible or has_marks or filled_tools != tools):
             return fields, ()
         shapes, _ = await self._found(model)
         if has_marks and shapes.marks:
@@ -91,14 +81,14 @@ class EngineShapes:
 
         Returns the names of those changed, and the fields that change nothing. Raises ApiError.
         """
-        kwargs, forced = decoded(fields.get("chat_template_kwargs")) or {}, model.forced_kwargs
+        kwargs, forced = fields.get("chat_template_kwargs") or {}, model.forced_kwargs
         if not isinstance(kwargs, dict):  # the engine refuses it in its own words
             return fields, (), ()
         if wishes is None:
             wishes = Wishes({each: value for each, value in kwargs.items() if model.template_kwargs.get(each) != value})
-            if (asked := decoded(fields.get(EFFORT))) in EFFORTS:
+            if (asked := fields.get(EFFORT)) in EFFORTS:
                 wishes.add(asked, EFFORT)
-            wishes.add_words({word: decoded(fields.get(word)) for word in WORDS if word != EFFORT})
+            wishes.add_words({word: fields.get(word) for word in WORDS if word != EFFORT})
             fields = {field: value for field, value in fields.items() if field not in _TRANSLATED}
         if wishes.wish == Wish():
             return fields, (), tuple(wishes.unread)
@@ -114,7 +104,7 @@ class EngineShapes:
             effort = wishes.wish.effort
         if switches or forced or kwargs:
             fields = {**fields, "chat_template_kwargs": {**switches, **forced}}
-        if effort is not None or decoded(fields.get(EFFORT)) is not None:
+        if effort is not None or fields.get(EFFORT) is not None:
             fields = {**fields, EFFORT: None if EFFORT in forced else effort}
         ignored = {part: wishes.fields[part] for part in granted.ignored}
         if _ENGINES_BUDGET in fields:
@@ -158,27 +148,26 @@ class EngineShapes:
         return model.tokenizer.decode(rendered.prompts[0])
 
 
+class _Message(Struct):
+    """The form of a message that can be repaired. The engine refuses any other in its own words."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
 def _turns(fields: Mapping[str, Any]) -> list[Turn] | None:
-    """Return the turns of a body; None for one of another form, which the engine refuses in its own words."""
-    messages = decoded(fields.get("messages"))
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+    """Return the turns of a body; None for one of another form."""
+    messages: Any = fields.get("messages")
+    try:
+        msgspec.convert(messages, list[_Message])
+    except msgspec.ValidationError:
         return None
-    turns: list[Turn] = []
-    for message in messages:
-        calls = message.get("tool_calls") or []
-        is_known = message.get("role") in _ROLES and isinstance(calls, list)
-        if not (is_known and all(isinstance(call, dict) for call in calls) and _is_content(message.get("content"))):
-            return None
-        turns.append({**message, "content": message.get("content")})
-        if (thoughts := turns[-1].pop("reasoning", None)) is not None:  # which vLLM reads first
-            turns[-1]["reasoning_content"] = thoughts
+    turns: list[Turn] = [{**message, "content": message.get("content")} for message in messages]
+    for turn in turns:
+        if (thoughts := turn.pop("reasoning", None)) is not None:  # which vLLM reads first
+            turn["reasoning_content"] = thoughts
     return turns
-
-
-def _is_content(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(isinstance(part, dict) for part in value)
-    return value is None or isinstance(value, str)
 
 
 def _body(turns: list[Turn]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -25,15 +25,13 @@ from server.api.chat import ChatEndpoint, ConversationEndpoint
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.engine.chats import chat_of, keep_images
 from server.api.engine.control import LENGTHS, check_control_tokens
-from server.api.engine.media import CHAT_PATH, Media, read_media, with_small_images
+from server.api.engine.media import CHAT_PATH, COMPLETIONS_PATH, Media, read_media, with_images, with_small_images
 from server.api.engine.prompts import EnginePrompts
 from server.api.engine.rendering import EngineRenderer
 from server.api.engine.shapes import EngineShapes
-from server.api.formatting import ResponseFormatter, decoded, encode_json, response_id
-from server.api.pooling import ENGINE_PATHS, head_of
+from server.api.formatting import ResponseFormatter, encode_json, response_id
 from server.api.prompts.client_lines import body_without_line, conversation_without_line
 from server.api.prompts.ignored_tools import IgnoredTools
-from server.api.prompts.images import with_images
 from server.api.prompts.params import choice_seeds, new_spec
 from server.auth.identity import Identity, request_salt
 from server.config import GatewayConfig
@@ -59,7 +57,11 @@ from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
 
 log = logging.getLogger(__name__)
 
-COMPLETIONS_PATH: Final = "/v1/completions"
+ENGINE_PATHS: Final = {
+    **{path: path for path in POOLING_PATHS},
+    **{"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank"},
+}
+"""The engine's path, by the path of a request without text: embeddings, pooling, classes, scores and ranks."""
 MAX_CHOICES: Final = 16_384
 """More are left to the engine to refuse."""
 _COMPLETION_TOKENS: Final = 16  # OpenAI's default, which engines add to the prompt as if it were asked for
@@ -80,8 +82,11 @@ _STATEFUL: Final = (
     *("logprobs", "echo", "include_reasoning", "bad_words", "return_prompt_text", "repetition_detection", "vllm_xargs"),
 )
 """Fields with which the tokens so far are not enough to continue an answer. One with thoughts never goes on."""
-_EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0", b'""'})
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+class _Head(msgspec.Struct):
+    model: str = ""
 
 
 class _Known(CallerFields, kw_only=True):
@@ -105,12 +110,12 @@ class _EngineBody(NamedTuple):
     """The model, as the client calls it."""
     model: ServedModel
     known: _Known
-    fields: Mapping[str, Raw]
     media: Media
     intent: ChatIntent | None
     """The chat that a body of another API asks for."""
 
 
+_head_of: Final = msgspec.json.Decoder(_Head).decode
 _known_of: Final = msgspec.json.Decoder(_Known, strict=False).decode
 
 
@@ -178,7 +183,7 @@ class EngineTexts:
     ) -> _EngineBody | None:
         """Decode and check a body. None: the gateway writes the text itself. Raises ApiError."""
         limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
-        name = (await read_json(body, head_of, lambda: with_images(limit(), self._config))).model
+        name = (await read_json(body, _head_of, lambda: with_images(limit(), self._config))).model
         try:
             model = self._models.allowed(name, identity)
         except (NotFoundError, UnavailableError):
@@ -190,7 +195,7 @@ class EngineTexts:
         intent = None
         if dialect is not None:
             with_room = limit if rules is None else lambda: with_images(limit(), self._config)
-            intent = await (dialect.read_to_count if counts else dialect.read)(body, with_room)
+            intent = await dialect.read(body, with_room, counts=counts)
             if rules is not None:
                 keep_images(intent.conversation.messages)
             self._ignored_tools.take(intent)
@@ -205,11 +210,11 @@ class EngineTexts:
                 fields["max_tokens"] = Raw(b"1")
             salt = request_salt(identity, known.cache_salt)
             media = await run_sliced(read_media(fields, path, rules, salt))
-            _check(path, known, fields, self._xargs)
+            _check(path, known, media.fields, self._xargs)
         if (num_bytes := limit().num_bytes) is not None and len(body) > num_bytes:  # of text and images
             text_limit = TextLimit(num_bytes + media.num_bytes, limit().max_model_len)
-            await read_json(body, head_of, lambda: text_limit)
-        return _EngineBody(path, name, model, known, fields, media, intent)
+            await read_json(body, _head_of, lambda: text_limit)
+        return _EngineBody(path, name, model, known, media, intent)
 
     async def _repaired(self, asked: _EngineBody) -> dict[str, Any]:
         """Return the body for the engine, in a shape that its template takes. Name what is left out of it."""
@@ -220,7 +225,7 @@ class EngineTexts:
                 if not model.keeps_client_lines:
                     sent, CURRENT.get().removal_rule = body_without_line(sent)
                 sent = self._ignored_tools.without(sent)
-            fields = asked.fields.items()
+            fields = asked.media.fields.items()
             self._ignored_tools.name([name for name, value in fields if _is_left_out(path, name, value)])
             if path != CHAT_PATH:
                 return sent
@@ -240,9 +245,7 @@ class EngineTexts:
         rendered = await self._renderer.rendered(call, asked.media, model)
         if call.path != COMPLETIONS_PATH and not self._config.control_tokens_in_content:
             render = partial(self._renderer.render, model=model, has_images=has_images)
-            body = {name: decoded(value) for name, value in sent.items()}
-            if has_images:  # which the engine need not read again
-                body = with_small_images(body)
+            body = with_small_images(sent) if has_images else sent  # which the engine need not read again
             await check_control_tokens(call, body, None if has_images else rendered, model, render)
         return rendered
 
@@ -278,23 +281,23 @@ def _is_sent(path: str, name: str) -> bool:
     return name in SENT_FIELDS[path] or name in _HINTS or (path == CHAT_PATH and name in WORDS)
 
 
-def _is_left_out(path: str, name: str, value: Raw) -> bool:
+def _is_left_out(path: str, name: str, value: Any) -> bool:
     """Return whether a field is neither sent on nor empty, and not one that cannot change an answer."""
     is_known = _is_sent(path, name) or (name in IGNORED and name not in _NOT_SENT)
-    return not (is_known or bytes(value) in _EMPTY or (name in ("n", "best_of") and bytes(value) == b"1"))
+    return not (is_known or not value or (name in ("n", "best_of") and str(value) == "1"))
 
 
-def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collection[str]) -> None:
+def _check(path: str, known: _Known, fields: Mapping[str, Any], xargs: Collection[str]) -> None:
     """Raises InvalidRequestError for fields that any server honours, and that are not sent on to engines."""
     for name, value in fields.items():
         if name in _REFUSED and _is_left_out(path, name, value):
             refusal = REFUSED_FIELDS.get(path, {}).get(name)
             why = "is not sent on to the model's engine: leave it out" if refusal is None else refusal.why
             raise unsupported(f"{name:.64}", _NOT_SENT.get(name, why))
-    with suppress(msgspec.ValidationError):  # the engine refuses another type in its own words
-        for name in _fields_of(fields.get("vllm_xargs", Raw(b"{}"))):
-            if name not in xargs:
-                raise unsupported(f"vllm_xargs.{name:.64}", "is not in the gateway's --engine-xargs")
+    given = fields.get("vllm_xargs")
+    for name in given if isinstance(given, dict) else ():  # the engine refuses another type in its own words
+        if name not in xargs:
+            raise unsupported(f"vllm_xargs.{name:.64}", "is not in the gateway's --engine-xargs")
     if known.encoding_format in ("bytes", "bytes_only"):
         raise unsupported("encoding_format", "of this kind is not served: use `float` or `base64`")
 
@@ -311,7 +314,7 @@ def _body(asked: _EngineBody, num_event_tokens: int) -> dict[str, Any]:
     if model.adapter:
         body["model"] = model.adapter
     if path == CHAT_PATH and (model.template_kwargs or model.forced_kwargs):
-        kwargs = msgspec.json.decode(fields.get("chat_template_kwargs", b"null"))
+        kwargs = fields.get("chat_template_kwargs")
         if kwargs is None or isinstance(kwargs, dict):  # the engine refuses another type
             body["chat_template_kwargs"] = {**model.template_kwargs, **(kwargs or {}), **model.forced_kwargs}
     if path in (CHAT_PATH, COMPLETIONS_PATH):
@@ -333,7 +336,7 @@ def _spec(
     num_choices = 1 if rendered is None else min(max(1, known.n or 1), MAX_CHOICES)
     media = rendered.media[0] if rendered is not None and rendered.media else ()
     shows_usage = options is not None and bool(options.include_usage)
-    is_stateful = any(bytes(asked.fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
+    is_stateful = any(asked.media.fields.get(field) for field in _STATEFUL)
     caller = known if asked.intent is None else asked.intent.fields
     head = {"id": Raw(encode_json(id_)), "model": Raw(encode_json(asked.name))}
     text_request = EngineTextRequest(
@@ -342,12 +345,12 @@ def _spec(
         head=head if rendered is None else head | {"created": Raw(encode_json(int(time.time())))},
         shows_usage=shows_usage or rendered is None,
         has_usage=num_choices == 1 or shows_usage,
-        shows_ids=bool(known.return_token_ids) or bytes(asked.fields.get("echo", b"null")) == b"true",
+        shows_ids=bool(known.return_token_ids) or asked.media.fields.get("echo") is True,
         is_resumable=call.path in (CHAT_PATH, COMPLETIONS_PATH) and num_choices == 1 and not (is_stateful or media),
         num_tokens=0 if rendered is not None else min(len(call.body) // _BYTES_PER_TOKEN, model.max_model_len - 1),
     )
     num_demanded = known.max_tokens if known.max_completion_tokens is None else known.max_completion_tokens
-    if call.path == COMPLETIONS_PATH and "max_tokens" not in asked.fields:
+    if call.path == COMPLETIONS_PATH and "max_tokens" not in asked.media.fields:
         num_demanded = _COMPLETION_TOKENS
     if rendered is None:
         return replace(new_spec(id_, model, identity, caller, "input"), text_request=text_request)
@@ -374,3 +377,16 @@ class EngineFormatter(ResponseFormatter):
 
     def last_events(self, response: ResponseStream) -> bytes:
         return DONE
+
+
+class PoolingEndpoint(GenerateEndpoint):
+    """A route that only engines have. The gateway places its requests by load, and the engine reads the texts."""
+
+    route, prefix = "pooling", "pool-"
+
+    async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
+        """Refuse the request: no engine of the model has this route."""
+        name = (await read_json(body, _head_of, self._models.batch_text_limit)).model
+        self._known_model(name, identity)
+        why = "is not served at this route: an engine with a model for it is needed"
+        raise InvalidRequestError(f"The model {name!r:.200} {why}.", param="model")

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from server.api.formatting import decoded
 from server.schema.intent import Conversation
 
 CLIENT_LINES: Final[Mapping[str, re.Pattern[str]]] = {
@@ -29,7 +28,7 @@ MAX_LINE_CHARS: Final = 1024
 
 def body_without_line(fields: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return a chat's body without the known line that begins its system prompt, and the line's rule; "" if none."""
-    value = decoded(fields.get("messages"))
+    value: Any = fields.get("messages")
     first = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else {}
     rest, rule = _rest(first.get("content") if first.get("role") in ("system", "developer") else None)
     if not rule:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from typing import Any, Final
 
-from server.api.formatting import decoded
 from server.request_context import CURRENT
 from server.schema.decoding import unsupported
 from server.schema.intent import ChatIntent
@@ -41,7 +40,7 @@ class IgnoredTools:
 
     def without(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Return a body for an engine without the tools of vendors. Raises InvalidRequestError if they are refused."""
-        tools = decoded(fields.get("tools"))
+        tools = fields.get("tools")
         if not isinstance(tools, list):
             return fields
         types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
@@ -50,7 +49,7 @@ class IgnoredTools:
             return fields
         self._check_tool(f"tools[{types.index(left_out[0])}].type", left_out[0])
         kept = [tool for tool, kind in zip(tools, types, strict=True) if kind not in left_out]
-        if not kept and _requires_call(decoded(fields.get("tool_choice"))):
+        if not kept and _requires_call(fields.get("tool_choice")):
             raise unsupported("tool_choice", f"asks for a call, and this server cannot run {', '.join(left_out)[:256]}")
         others = {name: value for name, value in fields.items() if name != "tools" and (kept or name != "tool_choice")}
         self.name(left_out)

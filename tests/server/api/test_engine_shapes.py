@@ -11,7 +11,6 @@ import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import Raw
 
 from server.api.engine.shapes import EFFORT, EngineShapes, _body, _turns
 from server.errors import InvalidRequestError
@@ -39,7 +38,7 @@ SHAPES: Final = st.builds(
 
 
 def fields_of(body: dict[str, Any]) -> dict[str, Any]:
-    return {name: Raw(json.dumps(value).encode()) for name, value in body.items()}
+    return json.loads(json.dumps(body))
 
 
 @given(requests=strange(), shapes=SHAPES)
@@ -137,6 +136,15 @@ async def test_tools_get_the_fields_that_an_engines_template_needs(needs: bool) 
     filled = found["tools"][0]["function"]
     assert (filled["description"], filled["parameters"]) == ("", {"type": "object", "properties": {}})
     assert found["tools"][1:] == tools[1:]
+
+
+async def test_tools_without_a_system_message_are_repaired() -> None:
+    fields = fields_of(chat_body([Step("user", "x")], has_tools=True))
+    model: Any = SimpleNamespace(
+        fingerprint="f", template=SimpleNamespace(shapes=Shapes(tools_need_system=True), grants=None)
+    )
+    found, repairs = await _shapes(_no_render).repaired(fields, model)
+    assert (repairs, found["messages"][0]["role"]) == (("tools-without-system",), "system")
 
 
 @pytest.mark.parametrize("adapter", ["", "pirate"])

@@ -17,8 +17,7 @@ from tokenizers import Tokenizer
 from urllib3.util import parse_url
 
 from cache.hashing import MediaStart, hash_chain
-from server.api.engine.media import read_media
-from server.api.prompts.images import image_name
+from server.api.engine.media import image_name, read_media
 from server.config import GatewayConfig
 from server.errors import InvalidRequestError
 from server.event_loop import run_now

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import Raw, ValidationError
+from msgspec import ValidationError
 
 from server.api.engine.text import _check, _is_sent, _Known, _known_of
 from server.errors import InvalidRequestError
@@ -55,8 +55,7 @@ def refused(path: str, body: dict[str, Any]) -> str | None:
     """Return the field that a body is refused for."""
     raw = json.dumps(body).encode()
     try:
-        fields = {name: Raw(json.dumps(value).encode()) for name, value in body.items()}
-        _check(path, _known_of(raw), fields, SENT_XARGS)
+        _check(path, _known_of(raw), body, SENT_XARGS)
     except ValidationError as error:  # one of the fields that the gateway reads
         return str(error).rpartition("$.")[2].strip("`")
     except InvalidRequestError as error:
