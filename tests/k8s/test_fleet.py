@@ -161,15 +161,18 @@ def test_redis_refuses_what_the_chart_does_not_grant(fleet: Fleet) -> None:
     own, foreign = "{headstart:0}:version", "other"
     assert ask("gateway", "GET", own)
     assert "NOPERM" not in ask("gateway", "GET", own)
+    write = "return redis.call('HSET', KEYS[1] or 'other', 'a', 'b')"
     for command in (
         ("SET", own, "x"),
         ("GET", foreign),
-        ("EVAL", "return 1", "0"),
+        ("EVAL", write, "1", own),
         ("FLUSHALL",),
         ("KEYS", "*"),
         ("CONFIG", "GET", "*"),
     ):
         assert "NOPERM" in ask("gateway", *command), command
+    assert "can't access" in ask("gateway", "EVAL", write, "0"), "a script may write counters of limits only"
+    assert ask("gateway", "EVAL", write, "1", "{headstart:0}:limits:key") == "1"
     for command in (
         ("GET", foreign),
         ("SET", foreign, "x"),
