@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock, call
 
 import pytest
 from hypothesis import given
@@ -191,6 +192,7 @@ async def test_a_clean_end_leaves_the_registry(redis_server: RedisServer) -> Non
 
 async def test_the_lease_is_renewed_without_events(redis_server: RedisServer) -> None:
     async with publishing(redis_server) as (publisher, index):
+        publisher._pause = pause = AsyncMock(wraps=publisher._pause)  # type: ignore[method-assign]
         publisher.inbox.offer([], WorkerLoad())
         await matches(index, [], 0)
         assert not publisher.inbox.wake.is_set(), "it would never pause"
@@ -198,6 +200,7 @@ async def test_the_lease_is_renewed_without_events(redis_server: RedisServer) ->
         async with asyncio.timeout(HANG_S):
             while (await index.entries())[0].lease_left_s <= before.lease_left_s:
                 await index.lookup([])
+        await until(lambda: call(FAST.interval_s) in pause.mock_calls)
 
 
 def test_a_batch_is_limited_over_both_kinds() -> None:
@@ -218,11 +221,7 @@ async def test_a_failed_round_is_counted_reported_and_repaired(redis_server: Red
         publisher.inbox.offer([Stored(block) for block in hashes], WorkerLoad())
         await matches(index, hashes, 5)
         real = publisher._writer.publish
-
-        async def broken(*arguments: object) -> bool:
-            raise RecursionError("from a reply")
-
-        publisher._writer.publish = broken  # type: ignore[method-assign]
+        publisher._writer.publish = AsyncMock(side_effect=RecursionError("from a reply"))  # type: ignore[method-assign]
         await until(lambda: "RecursionError: from a reply" in (publisher.problem or ""))
         assert events.count("failed") >= 1
         publisher._writer.publish = real  # type: ignore[method-assign]
