@@ -56,6 +56,7 @@ class CostModel:
     assigned_weight: float = 0.03
     """Spreads conversations before queues do: too many on one worker evict each other, and moving one later costs."""
     max_return_odds: float = 8.0
+    least_end_share: float = 0.02  # a minute shows no more than some fifty turns of a conversation
     decode_weight: float = 0.01
     """Each request that runs slows prefills by about this share, as long as it holds its blocks."""
     max_decode_s: float = 20.0  # the part of that time that counts: later requests go where fewer run
@@ -81,6 +82,10 @@ class CostModel:
         """Return how often an evicted prompt comes back, if each use is followed by another with `return_share`."""
         return min(self.max_return_odds, return_share / max(1e-9, 1.0 - return_share))
 
+    def num_turns(self, return_share: float) -> float:
+        """Return how often a conversation comes, this time and later, if a turn is followed by another likewise."""
+        return 1.0 / max(self.least_end_share, 1.0 - return_share)
+
     def eviction_s(self, usage: float, num_slots: float, refill_s: float, return_odds: float) -> float:
         """Return the work to get back what a request evicts from a pool with slots for `num_slots` such requests.
 
@@ -88,9 +93,7 @@ class CostModel:
         others are evicted. Each time they come back, getting them takes `refill_s` and evicts again.
         Source: Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Ann. Inst. Statist. Math. 29 (1977).
         """
-        if usage >= 1.0:  # its own blocks are evicted too while it waits for room
-            return (1.0 + return_odds) * refill_s
-        taken = usage ** (math.sqrt(2.0 * num_slots + 2.0) - 1.0) if usage > 0.0 else 0.0
+        taken = min(1.0, usage) ** (math.sqrt(2.0 * num_slots + 2.0) - 1.0) if usage > 0.0 else 0.0
         return taken * return_odds * refill_s
 
     def refill_weight(self, prefill_tokens_per_s: float, fetch_tokens_per_s: float) -> float:
@@ -179,7 +182,7 @@ class WorkerView(msgspec.Struct, eq=False):
     kv_wait_s: float
     """Wait until its blocks fit into the pool there."""
     eviction_s: float
-    """Work to get back the blocks that it evicts there."""
+    """Work to get back the blocks that it evicts there, and its waits for room, this time and later."""
     least_eviction_s: float
     """The same if requests of other gateways hold the matched blocks, as the conversation's last turn may."""
     decode_s: float
@@ -257,6 +260,8 @@ class DecisionContext(msgspec.Struct, frozen=True):
     """How long recent requests held a block; 0.0 if unknown."""
     return_odds: float
     """How often an evicted prompt comes back; 0.0 if unknown."""
+    num_turns: float
+    """How often a conversation comes, this time and later; 1.0 if unknown."""
     now_s: float
 
 
@@ -366,7 +371,7 @@ def _pool_terms(
     """Return `kv_usage`, `kv_wait_s`, `eviction_s`, `least_eviction_s`: all 0.0 for a worker that reports no pool.
 
     Blocks that own live requests hold are not taken twice. Other matched ones are free in the report, and this request
-    takes them. One that fits evicts only for its new blocks. One that waits for room finds its own evicted as well.
+    takes them. It evicts for its new blocks. One that waits for room waits again each time that it comes back.
     """
     member, load, cost, num_tokens = candidate.member, candidate.load, context.cost, context.request.num_prompt_tokens
     if not load.num_blocks:
@@ -379,16 +384,19 @@ def _pool_terms(
     if member.layout:
         token_s *= cost.refill_weight(tokens_per_s, load.fetch_tokens_per_s)
 
-    def evicted_s(usage: float) -> float:
-        num_kept_tokens = num_live * member.block_size if usage > 1.0 else matched_tokens
-        refill_s = max(0, num_tokens - num_kept_tokens) * token_s
-        return cost.eviction_s(usage, num_slots, refill_s, context.return_odds)
+    refill_s = max(0, num_tokens - matched_tokens) * token_s
 
-    eviction_s = least_s = evicted_s(usage)
+    def evicted_and_wait_s(usage: float) -> tuple[float, float]:
+        wait_s = cost.kv_wait_s(usage, context.mean_residency_s, load.num_running)
+        evicted_s = cost.eviction_s(usage, num_slots, refill_s, context.return_odds)
+        return evicted_s + context.num_turns * wait_s, wait_s
+
+    eviction_s, wait_s = evicted_and_wait_s(usage)
+    least_s = eviction_s
     num_counted_twice = min(matched_tokens // member.block_size - num_live, num_used - estimate.num_live_blocks)
     if num_counted_twice > 0:
-        least_s = evicted_s(usage - num_counted_twice / load.num_blocks)
-    return usage, cost.kv_wait_s(usage, context.mean_residency_s, load.num_running), eviction_s, least_s
+        least_s, _ = evicted_and_wait_s(usage - num_counted_twice / load.num_blocks)
+    return usage, wait_s, eviction_s, least_s
 
 
 def idle_best_matches(workers: Sequence[WorkerView], common_tokens: int | None = None) -> list[int]:

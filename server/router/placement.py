@@ -284,9 +284,10 @@ class Scorer:
     ) -> list[WorkerView]:
         now_s = self._clock()
         residency_s = self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0
-        return_odds = self._cost.return_odds(self._return_share.at(now_s, 1.0) or 0.0)
+        share = self._return_share.at(now_s, 1.0) or 0.0
+        returns = self._cost.return_odds(share), self._cost.num_turns(share)
         owned = self._cost, self.loads, self._live, self._live.path(request.hashes)
-        context = DecisionContext(request, broken, *owned, self._gateway_id, residency_s, return_odds, now_s)
+        context = DecisionContext(request, broken, *owned, self._gateway_id, residency_s, *returns, now_s)
         return views(candidates, context)
 
 

@@ -88,12 +88,13 @@ def test_the_price_of_evictions_grows_with_the_fill() -> None:
     assert prices_s == sorted(prices_s)
     assert prices_s[10] < 0.001, "it would have the pool to itself"
     assert prices_s[30] < 0.05
-    assert prices_s[100] == prices_s[149] == 4.0, "one prompt comes back for each that does not"
+    assert prices_s[100] == prices_s[149] == 2.0, "one prompt comes back for each that does not"
     assert COST.eviction_s(0.5, 2.0, 2.0, 1.0) > 10 * COST.eviction_s(0.5, 50.0, 2.0, 1.0), "fewer slots"
 
 
 def test_the_odds_of_a_return_are_bounded() -> None:
     assert [COST.return_odds(share) for share in (0.0, 0.5, 0.75, 0.99, 1.0)] == [0.0, 1.0, 3.0, 8.0, 8.0]
+    assert [COST.num_turns(share) for share in (0.0, 0.5, 0.75, 1.0)] == [1.0, 2.0, 4.0, 50.0]
 
 
 def test_a_pool_of_one_slot_is_taken_as_often_as_it_is_used() -> None:
@@ -122,9 +123,8 @@ def test_headstart_spreads_decodes_by_how_long_they_run() -> None:
 
 
 def test_headstart_spreads_equal_costs_by_recent_work() -> None:
-    assert chosen(make_policy("headstart"), make_request(), view("a", assigned_s=9.0), view("b", assigned_s=3.0)) == {
-        "b"
-    }
+    workers = view("a", assigned_s=9.0), view("b", assigned_s=3.0)
+    assert chosen(make_policy("headstart"), make_request(), *workers) == {"b"}
 
 
 def test_headstart_draws_where_other_gateways_may_have_sent_work() -> None:
@@ -141,9 +141,8 @@ def test_without_the_index_a_key_outweighs_a_prefill_elsewhere() -> None:
     names = [f"w{number}" for number in range(4)]
     first, second = make_policy("headstart"), make_policy("headstart")
     shared = {"report_age_s": 0.25}  # other gateways send here
-    homes = [
-        chosen(first, request, *(view(name, **shared) for name in names), index_answered=False) for request in requests
-    ]
+    workers = [view(name, **shared) for name in names]
+    homes = [chosen(first, request, *workers, index_answered=False) for request in requests]
     assert {name for home in homes for name in home} == set(names), "keys spread"
     for request, home in zip(requests, homes, strict=True):
         (name,) = home

@@ -308,7 +308,7 @@ def test_an_unknown_policy_is_refused() -> None:
         Fleets(policy="best")
 
 
-async def test_the_price_of_a_full_pool_ignores_long_answers(three: Fleets) -> None:
+async def test_the_price_of_evictions_ignores_long_answers(three: Fleets) -> None:
     """An eviction costs a prefill, however long requests hold their blocks."""
     hashes = chain(40)
     three.index.memory.publish(WorkerId("b"), hashes[:30])
@@ -341,7 +341,12 @@ async def test_a_holder_needs_room_for_its_free_blocks_too(three: Fleets) -> Non
     three.clock.now_s += 2.0
     holder, other = await row(three, "b", hashes), await row(three, "a", hashes)
     assert holder["kv_wait_s"] == other["kv_wait_s"] > 0.0, "75 are held, and 30 more do not fit"
-    assert holder["eviction_s"] == other["eviction_s"], "while it waits, its own blocks are evicted"
+    assert holder["eviction_s"] == other["eviction_s"] == holder["kv_wait_s"], "nothing has come back"
+    three.router.closed(await three.place(hashes))
+    holder, other = await row(three, "b", hashes), await row(three, "a", hashes)
+    refill_s = (other["eviction_s"] - holder["eviction_s"]) / (28 * BLOCK) * (2 * BLOCK + 1)
+    turns = 1.0 + refill_s * RATE / (2 * BLOCK + 1)
+    assert holder["eviction_s"] == pytest.approx(refill_s + turns * holder["kv_wait_s"]), "each time it comes back"
 
 
 async def test_a_holder_evicts_only_for_new_blocks(three: Fleets) -> None:
