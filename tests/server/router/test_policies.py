@@ -90,16 +90,12 @@ def test_the_price_of_evictions_grows_with_the_fill() -> None:
     assert prices_s[30] < 0.05
     assert prices_s[100] == prices_s[149] == 2.0, "one prompt comes back for each that does not"
     assert COST.eviction_s(0.5, 2.0, 2.0, 1.0) > 10 * COST.eviction_s(0.5, 50.0, 2.0, 1.0), "fewer slots"
+    assert COST.eviction_s(0.2, 1.0, 3.0, 1.0) == pytest.approx(3.0 * 0.2), "one slot is taken as often as it is used"
 
 
 def test_the_odds_of_a_return_are_bounded() -> None:
     assert [COST.return_odds(share) for share in (0.0, 0.5, 0.75, 0.99, 1.0)] == [0.0, 1.0, 3.0, 8.0, 8.0]
     assert [COST.num_turns(share) for share in (0.0, 0.5, 0.75, 1.0)] == [1.0, 2.0, 4.0, 50.0]
-
-
-def test_a_pool_of_one_slot_is_taken_as_often_as_it_is_used() -> None:
-    for usage in (0.2, 0.5, 0.9):
-        assert COST.eviction_s(usage, 1.0, 3.0, 1.0) == pytest.approx(3.0 * usage)
 
 
 def test_only_blocks_that_do_not_fit_are_waited_for() -> None:
