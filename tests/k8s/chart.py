@@ -7,7 +7,6 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import yaml
@@ -367,7 +366,3 @@ def containers(pod: Document) -> list[Document]:
 def default_values() -> Values:
     values: Values = yaml.safe_load((CHART / "values.yaml").read_text())
     return values
-
-
-def chart_files() -> list[Path]:
-    return sorted((CHART / "templates").iterdir())

@@ -59,12 +59,6 @@ def body_of(path: str, *parts: Any, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny"} | of_api | fields
 
 
-def place_of(path: str, number: int = 0, turn: int = 0) -> str:
-    """Return the place of an image as an error names it."""
-    key = "source" if path == MESSAGES else "image_url"
-    return f"{'input' if path == RESPONSES else 'messages'}[{turn}].content[{number}].{key}"
-
-
 def urls_in(value: Any) -> Iterator[tuple[str, str | None]]:
     """Yield the images of a body, each with the name that it is given."""
     if isinstance(value, list):
