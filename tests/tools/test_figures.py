@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +29,11 @@ def test_a_missed_goal_is_shown() -> None:
     run = {"missed": {"a": "<= 1"}, "figures": {"a": 1.5}}
     assert figures.missed(run) == "Goals that this run **missed**: `a` 1.5 (goal <= 1)."
     assert figures.missed({"missed": {}, "figures": {}}) == "It met all its goals."
+
+
+@pytest.mark.deep
+def test_the_router_still_gives_the_figures_of_the_pages() -> None:
+    run = figures.result("chats")
+    command = [Path(sys.executable).with_name("headstart"), *run["command"].split()[1:], "--jobs", "1"]
+    printed = subprocess.run(command, cwd=figures.ROOT, check=True, capture_output=True, text=True).stdout
+    assert json.loads(printed.splitlines()[-1])["figures"] == pytest.approx(run["figures"], rel=1e-6)

@@ -141,24 +141,15 @@ def test_short_requests_do_not_starve_the_yielding_choice() -> None:
     check_tokens(engine, large)
 
 
-def test_one_tenant_alone_is_served_in_order() -> None:
-    engine = make_engine(max_num_seqs=8)
-    large = engine.submit(generate(PROMPT, 10, 8, tenant="a"))
+@pytest.mark.parametrize(("num_choices", "tenant"), [(8, "a"), (1, "b")])
+def test_one_tenant_alone_and_a_single_choice_do_not_yield(num_choices: int, tenant: str) -> None:
+    engine = make_engine(max_num_seqs=num_choices)
+    large = engine.submit(generate(PROMPT, 10, num_choices, tenant="a"))
     engine.step()
-    small = engine.submit(generate([1], 4, tenant="a"))
+    small = engine.submit(generate([1], 4, tenant=tenant))
     for _ in range(4):
         engine.step()
     assert small.started_s is None
-    engine.finish()
-    assert engine.num_yielded == 0
-    check_tokens(engine, large)
-
-
-def test_a_single_choice_does_not_yield() -> None:
-    engine = make_engine(max_num_seqs=1)
-    large = engine.submit(generate(PROMPT, 10, 4, tenant="a"))
-    engine.step()
-    small = engine.submit(generate([1], 4, tenant="b"))
     engine.finish()
     assert engine.num_yielded == 0
     check_tokens(engine, large)
