@@ -234,8 +234,9 @@ class MessagesFormatter(ItemFormatter):
             self._emit("content_block_start", index=len(self._items) - 1, content_block=self._items[-1])
 
     def _add_text(self, kind: str, **text: str) -> None:
-        """Add the one field of `text` to the text of the open block."""
-        self._texts += text.values()
+        """Add the one field of `text` to the text of the open block. A stream keeps no text of what it has sent."""
+        if not (self._streams and self._texts):
+            self._texts += text.values()
         self._emit("content_block_delta", index=len(self._items) - 1, delta={"type": kind, **text})
 
     def _close(self) -> None:
@@ -246,10 +247,11 @@ class MessagesFormatter(ItemFormatter):
         if block["type"] == "thinking":
             self._add_text("signature_delta", signature="")
         text, self._texts, self._is_open = "".join(self._texts), [], False
-        if block["type"] != "tool_use":
-            block[block["type"]] = text
-        elif text:
-            block["input"] = _input(text)
+        if not self._streams:
+            if block["type"] != "tool_use":
+                block[block["type"]] = text
+            elif text:
+                block["input"] = _input(text)
         self._emit("content_block_stop", index=len(self._items) - 1)
 
     def _answer(self, response: ResponseStream) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.dev.route import options_of
 from benchmarks.dev.route_load.runs import POOLED, POOLED1, execute, plan, processes
 from benchmarks.dev.simulation.outcomes import Outcome
+from benchmarks.dev.simulation.rivals import RIVALS
+from tests.server.router.test_policies import chosen, make_request, view
 
 CELL = "conv25_n8"
 REFERENCE_RUNS = {"one": (["headstart", "llm-d", "least_load"], ["--engine", "fifo", "--hold", "0"])}
@@ -95,3 +98,11 @@ def test_moving_blocks_nears_the_bound(outcomes: dict[str, Outcome]) -> None:
     assert fetching < outcomes["fetching.llm-d-tiers"].ttft_mean_s
     small, large = outcomes["tiers.headstart"], outcomes["shared.headstart"]
     assert small.ttft_mean_s <= 1.10 * large.ttft_mean_s, "a fifth of the pool, and four times that below it"
+
+
+@pytest.mark.parametrize("name", list(RIVALS))
+def test_every_rival_answers_for_one_worker_and_an_empty_prompt(name: str) -> None:
+    policy = RIVALS[name]()
+    request = replace(make_request(), hashes=[], num_prompt_tokens=1)
+    assert chosen(policy, request, view("a")) == {"a"}
+    policy.on_dispatch(request, view("a"))

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 from tokenizers import Tokenizer
 
+from server.api.messages import MessagesFormatter
 from server.auth.identity import digest_text
 from server.auth.limits import AuthThrottle
+from server.request.choice import ChoiceDelta
+from server.schema.messages import MessagesRequest
+from server.text.output_parser import OutputRules
 from tests.server.api.test_tools import CALL, WEATHER
 from tests.server.gateway_app import gateway
 from tests.server.messages_grammar import check_error, check_message, events_of, read_stream
@@ -51,6 +56,15 @@ async def answer_of(says: Says, text: str, bundle: dict[str, Any] | None = None,
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     content = [{key: value for key, value in block.items() if key != "id"} for block in message["content"]]
     return {**message, "id": "", "content": content}
+
+
+def test_a_stream_keeps_no_text_of_what_it_has_sent() -> None:
+    request = MessagesRequest(model="m", messages=[], max_tokens=9, stream=True)
+    spec: Any = SimpleNamespace(request_id="msg_1")
+    formatter = MessagesFormatter(request, spec, OutputRules())
+    for _ in range(99):
+        formatter._add(ChoiceDelta(0, "word ", [], [], None))
+    assert len(formatter._texts) <= 1
 
 
 async def test_text_and_usage(says: Says) -> None:

@@ -71,3 +71,12 @@ def test_a_gateway_names_the_option_and_the_file(options: list[str], problem: st
     assert done.stdout == "", "it does not listen"
     assert problem.format(file=file) in done.stderr
     assert done.stderr.count(options[0]) <= 1
+
+
+@pytest.mark.parametrize("module", ["cache.allocators.hash", "server.cli", "worker.main"])
+@pytest.mark.parametrize("level", ["-O", "-OO"])
+def test_imports_fail_without_assertions(module: str, level: str) -> None:
+    """They keep a broken invariant from becoming wrong tokens."""
+    done = subprocess.run([sys.executable, level, "-c", f"import {module}"], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "unset PYTHONOPTIMIZE" in done.stderr
