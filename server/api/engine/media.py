@@ -23,7 +23,7 @@ from server.api.formatting import encode_json
 from server.config import GatewayConfig
 from server.event_loop import Steps
 from server.schema.blocks import MEDIA, NULL
-from server.schema.decoding import TextLimit, invalid, unsupported
+from server.schema.decoding import TextLimit, invalid, located, unsupported
 from worker.common.chat_probes import BLACK_PNG
 
 CHAT_PATH: Final = "/v1/chat/completions"
@@ -77,10 +77,13 @@ def read_media(fields: Mapping[str, Raw], path: str, rules: GatewayConfig | None
     """
     reader, read = _Reader(path, rules, salt), {}
     for name, value in fields.items():
-        if name in (_SCORED if path in ("/score", "/rerank") else _ASKED):
-            read[name] = yield from reader.value(value, name)
-        else:
-            read[name] = value if (path, name) == (COMPLETIONS_PATH, "prompt") else _value_of(value)
+        try:
+            if name in (_SCORED if path in ("/score", "/rerank") else _ASKED):
+                read[name] = yield from reader.value(value, name)
+            else:
+                read[name] = value if (path, name) == (COMPLETIONS_PATH, "prompt") else _value_of(value)
+        except msgspec.ValidationError as error:  # a number that is out of range
+            raise located(str(error), f"{name:.64}") from None
     if read.get("modalities") not in (None, ["text"]):
         raise unsupported("modalities", "can only be ['text']: this server makes text")
     for name in _PROCESSING if reader.images else ():

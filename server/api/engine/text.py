@@ -284,7 +284,7 @@ def _is_sent(path: str, name: str) -> bool:
 def _is_left_out(path: str, name: str, value: Any) -> bool:
     """Return whether a field is neither sent on nor empty, and not one that cannot change an answer."""
     is_known = _is_sent(path, name) or (name in IGNORED and name not in _NOT_SENT)
-    return not (is_known or not value or (name in ("n", "best_of") and str(value) == "1"))
+    return not (is_known or not value or (name in ("n", "best_of") and repr(value) == "1"))
 
 
 def _check(path: str, known: _Known, fields: Mapping[str, Any], xargs: Collection[str]) -> None:

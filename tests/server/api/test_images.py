@@ -224,7 +224,7 @@ async def test_other_media_are_refused_by_name(engine: SeeingWorker) -> None:
 
 
 @pytest.mark.parametrize("broken", [b"\xff", b"\\ud800", b"\\udc00"])
-async def test_broken_strings_are_refused(engine: SeeingWorker, broken: bytes) -> None:
+async def test_broken_values_are_refused(engine: SeeingWorker, broken: bytes) -> None:
     """They may be in names of fields, in parts, or in what only the engine reads."""
     image = part_of(CHAT, data_url(png()), cache_control="HERE")
     async with engine_gateway(engine) as target:
@@ -232,6 +232,8 @@ async def test_broken_strings_are_refused(engine: SeeingWorker, broken: bytes) -
             body = json.dumps(body_of(CHAT, image, cache_salt="s", temperature="x")).encode()
             status, _, raw = await post(target.url, body.replace(name.encode(), name.encode() + broken))
             assert status == 400, raw
+        status, _, raw = await post(target.url, body.replace(b'"x"', b"1e999"))
+        assert (status, json.loads(raw)["error"]["param"]) == (400, "temperature")
 
 
 async def test_no_image_is_dropped(engine: SeeingWorker) -> None:

@@ -123,6 +123,7 @@ async def test_what_an_engine_gets(engines: list[EngineWorker]) -> None:
         for fields, param in (
             ({"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs.kv_transfer_params"),
             ({"lora_path": "x"}, "lora_path"),
+            ({"best_of": "1"}, "best_of"),
         ):
             status, _, raw = await post(target.url, chat(**fields))
             assert (status, json.loads(raw)["error"]["param"]) == (400, param)
