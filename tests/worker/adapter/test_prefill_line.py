@@ -43,9 +43,6 @@ class Traffic:
         is_cold = self.has_cold and self.rng.random() < 0.05
         return max(1, length - (0 if is_cold else int(length * self.warm / BLOCK) * BLOCK))
 
-    def believed(self, num_tokens: int) -> int:
-        return num_tokens + (self.rng.randint(500, 8000) if self.has_cold and self.rng.random() < 0.05 else 0)
-
     def pause_s(self) -> float:
         return 0.02 + self.rng.random() * 0.5
 
@@ -54,22 +51,22 @@ def serial(account: LoadAccount, clock: Clock, traffic: Traffic, fixed_s: float,
     """An engine that computes one prompt after the other; yields after each event."""
     number, free_s = itertools.count(), 0.0
     events: list[tuple[float, int, Prefill | None]] = []
-    answers: dict[Prefill, int] = {}
+    answers: list[tuple[Prefill, int]] = []
     for _ in range(traffic.num_streams):
         heapq.heappush(events, (traffic.pause_s(), next(number), None))
     while True:
         clock.now_s, _, prefill = heapq.heappop(events)
         if prefill is None:
             num_tokens = traffic.num_tokens()
-            sent = account.send("g", traffic.believed(num_tokens))
-            answers[sent] = num_tokens
+            num_shared = traffic.rng.randint(500, 8000) if traffic.has_cold and traffic.rng.random() < 0.05 else 0
+            sent = account.send("g", num_tokens + num_shared)
+            answers.append((sent, num_tokens))
             free_s = max(clock.now_s, free_s) + fixed_s + num_tokens / tokens_per_s
             heapq.heappush(events, (free_s + abs(traffic.rng.gauss(0.0, JITTER_S)), next(number), sent))
         else:
             account.first_token(prefill)
             if len(answers) > traffic.num_streams:
-                ended = next(iter(answers))
-                account.end(ended, answers.pop(ended))
+                account.end(*answers.pop(0))
             heapq.heappush(events, (clock.now_s + traffic.pause_s(), next(number), None))
         yield
 
