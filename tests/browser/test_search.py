@@ -73,11 +73,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def first_page(page: Any, question: str) -> str:
-    """Type a question, and return the page of the first result once it stays."""
+    """Ask a question at once, as a slow search shows what it found for its beginning; return the first result."""
     page.keyboard.press("Control+A")
     page.keyboard.press("Delete")
     page.wait_for_function("() => document.querySelector('.md-search-result__item') === null")
-    page.keyboard.type(question)
+    page.keyboard.insert_text(question)
+    page.keyboard.press("End")
     page.wait_for_selector(".md-search-result__item")
     found, last = page.evaluate(FIRST), ""
     while found != last:
@@ -91,5 +92,4 @@ def test_the_first_result_answers_the_question(browser: Any, site: str) -> None:
     page.goto(f"{site}/index.html")
     page.locator("input.md-search__input").click()
     wrong = {q: first for q, pages in ANSWERED_BY.items() if (first := first_page(page, q)) not in pages.split()}
-    page.close()
     assert wrong == {}
