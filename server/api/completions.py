@@ -52,46 +52,50 @@ class CompletionEndpoint(GenerateEndpoint):
             model = self._model(request.model, identity)
             CURRENT.get().ignore(request.ignored_hints)
         with trace_stage("tokenise"):
-            prompts = batch_of(request.prompt, "prompt")
-            num_sampled = max(request.best_of or 1, request.num_choices)
-            constraint = await answer_grammar(request.response_format, request.structured_outputs)
-            tops = (request.prompt_logprobs, request.logprobs if request.echo else None)
-            sampling = SamplingParams(
-                max_tokens=request.token_limit,
-                logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
-                prompt_logprobs=max((num_top for num_top in tops if num_top is not None), default=None),
-                grammar=constraint.grammar,
-            )
-            sampling = await params.with_sampling(sampling, request, model, num_sampled)
-            _check_batch(sampling, len(prompts), num_sampled)
-            clamps = self._services.clamps_max_tokens or request.max_tokens is None
-            limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=clamps)
-            shared = replace(
-                params.new_spec(response_id(self.prefix), model, identity, request, "prompt"),
-                seeds=params.choice_seeds(request.seed, num_sampled),
-                sampling=sampling,
-                rules=params.text_rules(request, request.stop_strings, model, OutputRules()),
-                grammar_param=constraint.param,
-                relaxed=constraint.relaxed,
-                clamps_max_tokens=clamps,
-            )
-            echoes: list[str] = []
+            return await self._tokenised(request, model, identity)
 
-            async def encode(prompt: Prompt) -> Sequence[int]:
-                if isinstance(prompt, str):
-                    return await limits.prompt_tokens(prompt, model, add_bos=request.add_special_tokens is not False)
-                params.in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
-                return limits.truncated(prompt)
+    async def _tokenised(self, request: CompletionRequest, model: ServedModel, identity: Identity) -> PreparedRequest:
+        """Tokenise every prompt and apply its limits. Raises ApiError."""
+        prompts = batch_of(request.prompt, "prompt")
+        num_sampled = max(request.best_of or 1, request.num_choices)
+        constraint = await answer_grammar(request.response_format, request.structured_outputs)
+        tops = (request.prompt_logprobs, request.logprobs if request.echo else None)
+        sampling = SamplingParams(
+            max_tokens=request.token_limit,
+            logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
+            prompt_logprobs=max((num_top for num_top in tops if num_top is not None), default=None),
+            grammar=constraint.grammar,
+        )
+        sampling = await params.with_sampling(sampling, request, model, num_sampled)
+        _check_batch(sampling, len(prompts), num_sampled)
+        clamps = self._services.clamps_max_tokens or request.max_tokens is None
+        limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=clamps)
+        shared = replace(
+            params.new_spec(response_id(self.prefix), model, identity, request, "prompt"),
+            seeds=params.choice_seeds(request.seed, num_sampled),
+            sampling=sampling,
+            rules=params.text_rules(request, request.stop_strings, model, OutputRules()),
+            grammar_param=constraint.param,
+            relaxed=constraint.relaxed,
+            clamps_max_tokens=clamps,
+        )
+        echoes: list[str] = []
 
-            specs = []
-            async for spec, prompt, num_tokens_so_far in batch_specs(shared, prompts, encode):
-                _check_logprobs(num_tokens_so_far, sampling, model)
-                if request.echo:
-                    echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(spec.prompt_ids))
-                own = replace(sampling, max_tokens=limits.token_budget(model, len(spec.prompt_ids)))
-                specs.append(replace(spec, sampling=own, seeds=params.choice_seeds(request.seed, num_sampled)))
-            formatter = CompletionFormatter(request, shared, echoes, num_sampled)
-            return PreparedRequest(tuple(specs), formatter, bool(request.stream))
+        async def encode(prompt: Prompt) -> Sequence[int]:
+            if isinstance(prompt, str):
+                return await limits.prompt_tokens(prompt, model, add_bos=request.add_special_tokens is not False)
+            params.in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
+            return limits.truncated(prompt)
+
+        specs = []
+        async for spec, prompt, num_tokens_so_far in batch_specs(shared, prompts, encode):
+            _check_logprobs(num_tokens_so_far, sampling, model)
+            if request.echo:
+                echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(spec.prompt_ids))
+            own = replace(sampling, max_tokens=limits.token_budget(model, len(spec.prompt_ids)))
+            specs.append(replace(spec, sampling=own, seeds=params.choice_seeds(request.seed, num_sampled)))
+        formatter = CompletionFormatter(request, shared, echoes, num_sampled)
+        return PreparedRequest(tuple(specs), formatter, bool(request.stream))
 
 
 def _check_batch(params: SamplingParams, num_prompts: int, num_sampled: int) -> None:

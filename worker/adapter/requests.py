@@ -164,12 +164,7 @@ class EngineRequests:
         def take(data: bytes, part: EnginePart) -> None:
             self._apply(Sign.TOKEN)
             if active.first_token_s is None:
-                self._start(active, num_expected)
-                self._account.first_token(prefill)
-                if prefill.is_seen:  # else the whole answer is here
-                    active.first_token_s = time.monotonic()
-                    if active.steps is not None:
-                        active.steps.first_token_s = active.first_token_s
+                self._record_first_token(active, prefill, num_expected)
                 if not deadline.expired():  # else the task is being cancelled
                     deadline.reschedule(None)
                 until_first_token.close()
@@ -208,6 +203,14 @@ class EngineRequests:
                     num_cached = active.num_cached
                     self._account.end(prefill, None if num_cached is None else num_prompt_tokens - num_cached)
         return active.end()
+
+    def _record_first_token(self, active: ActiveRequest, prefill: Prefill, num_expected: int) -> None:
+        self._start(active, num_expected)
+        self._account.first_token(prefill)
+        if prefill.is_seen:  # else the whole answer is here
+            active.first_token_s = time.monotonic()
+            if active.steps is not None:
+                active.steps.first_token_s = active.first_token_s
 
     def _emit(self, active: ActiveRequest, *frames: Frame) -> None:
         """Deliver frames of a request, but none after its last one."""
