@@ -79,6 +79,7 @@ def _split(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for number, part in enumerate(parts):
         choice = choices[0] | {"delta": part}
         if number < len(parts) - 1:
+            choice.pop("stop_reason", None)  # only the event of the end has it
             choice |= {"finish_reason": None, "token_ids": None, "logprobs": None}
         yield event | {"choices": [choice]}
 
