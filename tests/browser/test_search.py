@@ -79,12 +79,8 @@ def first_page(page: Any, question: str) -> str:
     page.wait_for_function("() => document.querySelector('.md-search-result__item') === null")
     page.keyboard.insert_text(question)
     page.keyboard.press("End")
-    page.wait_for_selector(".md-search-result__item")
-    found, last = page.evaluate(FIRST), ""
-    while found != last:
-        page.wait_for_timeout(400)
-        found, last = page.evaluate(FIRST), found
-    return str(found)
+    page.wait_for_selector(".md-search-result__item a")
+    return str(page.evaluate(FIRST))
 
 
 def test_the_first_result_answers_the_question(browser: Any, site: str) -> None:
