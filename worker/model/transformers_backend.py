@@ -2,7 +2,7 @@
 
 A registered attention function replaces the model's own. One row has the tokens of all sequences, end to end, and
 attention runs in the paged kernel. The arguments of its first calls (sizes, scale, windows) give the shape of the
-cache. Features that the kernel lacks (soft caps, sinks, cross attention) are refused by name.
+cache. Features that the kernel lacks (soft caps, sinks, masks, cross attention) are refused by name.
 
 At load, the result is compared with that of the model's own eager attention. That shows any other difference, such as a
 layer that mixes neighbouring tokens.
@@ -34,7 +34,7 @@ _CHECK_BLOCK: Final = 8  # _NUM_CHECKED tokens take several blocks
 _LENGTH: Final = re.compile("position|window|chunk|floor|length")
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest error relative to the logits: rounding stays far below, a wrong computation far above."""
-_REFUSED: Final = ("softcap", "s_aux", "position_bias", "sinks")
+_REFUSED: Final = ("softcap", "s_aux", "position_bias", "sinks", "attention_mask")
 _names = count()
 
 
@@ -59,9 +59,15 @@ class TransformersForCausalLM:
             raise UnsupportedModel(f"{checkpoint.path}: the model has no output embeddings")
         num_checked = min(_NUM_CHECKED, self._max_model_len or _NUM_CHECKED)
         ids = [(7 + 13 * i) % min(1000, self._model.config.get_text_config().vocab_size) for i in range(num_checked)]
-        self._hidden(torch.tensor(ids), torch.arange(len(ids)))
-        self.config = self._config(checkpoint)
-        self._check(ids, name, options)
+        try:
+            self._hidden(torch.tensor(ids), torch.arange(len(ids)))
+            self.config = self._config(checkpoint)
+            self._check(ids, name, options)
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            raise UnsupportedModel(
+                f"model type {checkpoint.model_type!r:.80} does not run on the paged cache: its code of transformers "
+                f"raises {type(error).__name__}: {error}"
+            ) from error
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         self._kernel, self._batch = attention, batch
@@ -88,10 +94,11 @@ class TransformersForCausalLM:
         return hidden[0]
 
     def _attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """(1, heads, num_tokens, head_dim) -> (1, num_tokens, heads, head_dim), as `transformers` expects."""
         if self._kernel is None or self._batch is None:
+            kwargs["attention_mask"] = attention_mask
             self._layers[module.layer_idx] = _shape_of_layer(module, query, key, value, kwargs)
             out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2), None
