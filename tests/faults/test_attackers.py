@@ -8,7 +8,7 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,17 +72,6 @@ async def post(port: int, body: Any, *lines: str, target: str = "/v1/completions
 
 def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2, **fields}
-
-
-async def in_waves(attacks: list[Callable[[], Awaitable[tuple[int, bytes]]]], width: int = 20) -> list[int]:
-    """The statuses of all, `width` at a time."""
-    room = asyncio.Semaphore(width)
-
-    async def one(attack: Callable[[], Awaitable[tuple[int, bytes]]]) -> int:
-        async with room:
-            return (await attack())[0]
-
-    return await asyncio.gather(*(one(attack) for attack in attacks))
 
 
 async def test_slowloris_300(cluster: Cluster, siege: Watched) -> None:

@@ -40,6 +40,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[C
         yield running
 
 
+@pytest.fixture(autouse=True)
+def whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "cluster" in request.fixturenames:
+        cluster: Cluster = request.getfixturevalue("cluster")
+        for gateway in cluster.gateways:
+            if gateway.poll() is not None:
+                gateway.start()
+        cluster.wait_ready()
+        cluster.assert_quiet()
+
+
 def bodies(rng: random.Random, count: int, **options: Any) -> list[dict[str, Any]]:
     prompts = [" ".join(rng.choices(["north", "south", "east", "west"], k=rng.randint(4, 40))) for _ in range(count)]
     return [completion(prompt, **options) for prompt in prompts]

@@ -21,8 +21,6 @@ from worker import config as worker_config
 from worker.common.command_line import known_options
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
-OPTIONAL = ("cpu", "memory", "ephemeral-storage")
-"""Keys of requests and limits that values.yaml may lack."""
 
 
 def resolved(node: dict[str, Any]) -> dict[str, Any]:

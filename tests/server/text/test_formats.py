@@ -37,7 +37,6 @@ SCHEMAS: dict[str, Any] = {
 CITY = ("get_weather", {"city": "Köln"})
 LONG = ("get_weather", {"city": "Köln", "days": 3})
 NOW: tuple[str, dict[str, Any]] = ("now", {})
-WITH_COLON = ("get_weather", {"city": "ftp://a/b", "days": 3})
 CITY_JSON = '{"city": "Köln"}'
 LONG_JSON = '{"city": "Köln", "days": 3}'
 NESTED = {"city": 'K"ö}<ln\n', "days": -3, "options": {"a": [1, {"b": None}], "c": "x,y"}, "tags": ["a", "🎉"]}

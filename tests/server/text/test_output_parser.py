@@ -17,7 +17,6 @@ HERMES = OutputRules(tools=FORMATS["hermes"])
 LLAMA = OutputRules(tools=FORMATS["llama"], tool_names=frozenset({"f", "g"}))
 MISTRAL = OutputRules(tools=FORMATS["mistral"])
 LIST = OutputRules(tools=CALL_LIST)
-TWO_TOOLS = OutputRules(tools=CALL_LIST, tool_names=frozenset({"fly", "flow"}))
 THINKING = OutputRules(reasoning="maybe", tools=FORMATS["hermes"])
 
 
