@@ -16,7 +16,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
-import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -43,7 +42,7 @@ from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
-from server.schema.decoding import TextLimit, invalid, require_json
+from server.schema.decoding import TextLimit, fields_of, invalid, require_json
 from server.schema.fields import ModelFields, StreamOptions
 from server.schema.intent import ChatIntent, Conversation
 from server.schema.requests import CHAT, CHAT_OF_ITEMS, ChatRequest
@@ -58,9 +57,6 @@ from worker.wire import SamplingParams
 
 _INPUT: Final = re.compile(rb'"input"\s*:')
 """A field at any depth: in a text, the quotes would be escaped."""
-
-
-_fields_of: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class ConversationEndpoint(GenerateEndpoint):
@@ -306,6 +302,6 @@ class ChatEndpoint(ConversationEndpoint):
 
 def _is_of_responses(body: bytes) -> bool:
     with contextlib.suppress(ValueError, RecursionError):  # the reader of chats names what is wrong
-        fields = _fields_of(body)
+        fields = fields_of(body)
         return bytes(fields.get("messages", b"null")) == b"null" != bytes(fields.get("input", b"null"))
     return False

@@ -21,13 +21,13 @@ from server.api.prompts.params import in_vocabulary
 from server.auth.identity import Identity, identity_of
 from server.event_loop import sliced
 from server.models.served_model import ServedModel
-from server.schema.decoding import invalid, read_json, require_json
+from server.schema.decoding import NULL, fields_of, first_char, invalid, read_json, require_json
 from server.schema.fields import TokenId
 
 
 class TokenizeRequest(Struct, kw_only=True):
     prompt: str | None = None
-    messages: msgspec.Raw = msgspec.Raw(b"null")
+    messages: msgspec.Raw = NULL
     model: Annotated[str, Meta(max_length=1024)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -41,7 +41,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 _TEXT: Final = msgspec.json.Decoder(TokenizeRequest)
 _OWN: Final = ("prompt", "return_token_strs")
 """Fields that chats do not have."""
-_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _IDS: Final = msgspec.json.Decoder(DetokenizeRequest)
 
 
@@ -56,11 +55,11 @@ class TokenizeApi:
         identity = identity_of(http_request.scope)
         request: TokenizeRequest = await self._read(http_request, _TEXT)
         ids: Sequence[int]
-        if memoryview(request.messages)[:5].tobytes() != b"null":
+        if first_char(request.messages) != "n":
             if request.prompt is not None:
                 raise invalid("prompt", "and messages exclude each other: give one of them")
             name = request.model or self._only_name(identity)
-            fields = {key: item for key, item in _FIELDS.decode(await http_request.body()).items() if key not in _OWN}
+            fields = {key: item for key, item in fields_of(await http_request.body()).items() if key not in _OWN}
             model, ids = await self._chats.prompt_of(encode_json(fields | {"model": name}), identity)
         elif request.prompt is None:
             raise invalid("prompt", "is required")

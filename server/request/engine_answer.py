@@ -24,15 +24,13 @@ from msgspec import Raw
 
 from server.errors import WorkerLostError
 from server.request.choice import Choice, ChoiceDelta, EngineTextRequest, StopReason
+from server.schema.decoding import NULL, fields_of, first_char, value_of
 from server.text.output_parser import OutputDelta, call_id
 from server.text.tokenizer import Tokenizer
 from server.workers.connection import WorkerLost
 
-_fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _choices_of: Final = msgspec.json.Decoder(list[dict[str, Raw]]).decode
-_value_of: Final = msgspec.json.Decoder().decode
 _encode: Final = msgspec.json.Encoder().encode
-_NULL: Final = Raw(b"null")
 _PLAIN: Final = frozenset({"role", "content"})
 _text_of: Final = msgspec.json.Decoder(str).decode
 _ID: Final = rb"(?:0|[1-9]\d*)"
@@ -154,7 +152,7 @@ class EngineAnswer:
         )
 
     def _take(self, data: bytes, ids: Sequence[int]) -> None:
-        request, fields = self._request, _fields_of(data)
+        request, fields = self._request, fields_of(data)
         fields |= {name: value for name, value in request.head.items() if name in fields}
         self._count(fields)
         if "choices" not in fields:
@@ -162,7 +160,7 @@ class EngineAnswer:
             return
         choices = _choices_of(fields["choices"])
         if (self._is_rest or not request.shows_ids) and "prompt_token_ids" in fields:
-            fields["prompt_token_ids"] = _NULL
+            fields["prompt_token_ids"] = NULL
         kept = [choice for choice in choices if self._keep(choice, ids)]
         if request.is_read:
             self._pending += map(_read, kept)
@@ -184,14 +182,14 @@ class EngineAnswer:
         """Take out what was not asked for. Return False for a choice that is then empty."""
         request = self._request
         hides = {"token_ids": not request.shows_ids, "prompt_token_ids": self._is_rest or not request.shows_ids}
-        choice.update({name: _NULL for name, is_hidden in hides.items() if is_hidden and name in choice})
+        choice.update({name: NULL for name, is_hidden in hides.items() if is_hidden and name in choice})
         if not request.call.streams:
             return True
         is_over = _has(choice, "finish_reason")
         if "text" in choice:
-            delta = {"content": _value_of(choice["text"])}
+            delta = {"content": value_of(choice["text"])}
         else:
-            delta = _value_of(choice["delta"])
+            delta = value_of(choice["delta"])
             if not delta and not is_over and not request.shows_ids and not _has(choice, "logprobs"):
                 return False
             if self._is_rest and delta.pop("role", None) is not None:  # the client has it
@@ -229,7 +227,7 @@ class EngineAnswer:
 
     def _count(self, fields: dict[str, Raw]) -> None:
         """Read the usage, and count the tokens of a resumed answer as output."""
-        usage = _value_of(fields["usage"]) if "usage" in fields else None
+        usage = value_of(fields["usage"]) if "usage" in fields else None
         if not isinstance(usage, dict):
             return
         if self._num_resumed:
@@ -247,7 +245,7 @@ class EngineAnswer:
 
 def _read(choice: dict[str, Raw]) -> ChoiceDelta:
     """Return the parts of a chat's choice, of a stream or whole."""
-    message = _value_of(choice["delta"] if "delta" in choice else choice["message"])
+    message = value_of(choice["delta"] if "delta" in choice else choice["message"])
     parts, ids = [OutputDelta("reasoning", message.get("reasoning") or message.get("reasoning_content") or "")], []
     parts.append(OutputDelta("content", message.get("content") or ""))
     for call in message.get("tool_calls") or ():
@@ -259,11 +257,11 @@ def _read(choice: dict[str, Raw]) -> ChoiceDelta:
     reason: StopReason | None = None
     if _has(choice, "finish_reason"):
         reason = "length" if bytes(choice["finish_reason"]) == b'"length"' else "stop"
-    logprobs = _value_of(choice["logprobs"]).get("content") if _has(choice, "logprobs") else None
-    stop = _value_of(choice.get("stop_reason", _NULL))
+    logprobs = value_of(choice["logprobs"]).get("content") if _has(choice, "logprobs") else None
+    stop = value_of(choice.get("stop_reason", NULL))
     return ChoiceDelta(0, "", [], [], reason, stop, parts=parts, call_ids=ids, logprobs=logprobs or ())
 
 
 def _has(fields: dict[str, Raw], name: str) -> bool:
     """Return whether a field is there and not null."""
-    return name in fields and bytes(fields[name]) != b"null"
+    return name in fields and first_char(fields[name]) != "n"

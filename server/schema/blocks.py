@@ -15,6 +15,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw
 
+from server.schema.decoding import NULL, fields_of, first_char, value_of
+
 MEDIA: Final = frozenset(
     {
         *("image", "image_url", "input_image", "image_pil", "image_embeds", "computer_screenshot"),
@@ -29,13 +31,9 @@ _MAX_TITLE: Final = 200
 """Characters of a title: one line names the part."""
 
 
-NULL: Final = Raw(b"null")
-_fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
-
-
 def block_text(kind: str, title: object, raw_source: Raw, content: object) -> tuple[str, bool]:
     """Return the text for a part of one of the types `NOT_TEXT`, and whether it is all of it."""
-    source = msgspec.json.decode(raw_source) if kind in ("document", "search_result") else None
+    source = value_of(raw_source) if kind in ("document", "search_result") else None
     name = " ".join(title.split())[:_MAX_TITLE] if isinstance(title, str) else ""
     texts: list[str] = []
     if kind == "search_result":
@@ -54,12 +52,12 @@ def image_url(kind: str, source: Raw, url: Raw, detail: object) -> Raw:
     What is no image is left to the reader of chats to refuse.
     """
     if kind == "image":
-        given = _fields_of(source) if bytes(memoryview(source)[:1]) == b"{" else {}
+        given = fields_of(source) if first_char(source) == "{" else {}
         url, data = given.get("url", NULL), bytes(given.get("data", NULL))
         media_type = bytes(given.get("media_type", Raw(b'"image/jpeg"')))
         if data[:1] == media_type[:1] == b'"':
             url = Raw(b'"data:%b;base64,%b' % (media_type[1:-1], data[1:]))
-    if kind not in ("image", "input_image") or bytes(memoryview(url)[:1]) != b'"':
+    if kind not in ("image", "input_image") or first_char(url) != '"':
         return NULL
     return Raw(msgspec.json.encode({"url": url} | ({} if detail is None else {"detail": detail})))
 

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Raw
 
 from server.errors import ContextLengthError, InvalidRequestError, MediaTypeError
 from server.event_loop import Steps, run_now, run_sliced
@@ -48,6 +49,10 @@ MAX_WIDE_BYTES: Final = 40 << 20
 """Strings may take this much memory, or the body's size if that is more. One wide character makes its string wide."""
 _OTHER_TEXT: Final = re.compile(rb"\xef\xbb\xbf|\xff\xfe|\xfe\xff|.?\0", re.DOTALL)
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
+NULL: Final = Raw(b"null")
+value_of: Final = msgspec.json.Decoder().decode
+fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+"""Reads an object, whose values stay JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +178,11 @@ async def read_json(
     if not is_large and body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         run_now(measure(body))
     return decoded
+
+
+def first_char(value: Raw) -> str:
+    """Return the character that begins a JSON value. It differs between types."""
+    return chr(memoryview(value)[0])
 
 
 def decode_text(text: str, field: str) -> Any:

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
-from server.schema.blocks import NOT_TEXT, NULL, block_text
-from server.schema.decoding import invalid, unsupported
+from server.schema.blocks import NOT_TEXT, block_text
+from server.schema.decoding import NULL, invalid, unsupported
 from server.schema.thoughts import PART_TYPES, thought_text
 
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")

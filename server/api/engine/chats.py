@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from server.api.formatting import encode_json
-from server.schema.blocks import NULL, image_url
+from server.schema.blocks import image_url
+from server.schema.decoding import NULL
 from server.schema.fields import LeftOut, Message, ModelFields, RequestFields, ResponseFormat, TextPart
 from server.schema.intent import ChatIntent
 from server.schema.messages import CountTokensRequest

@@ -22,8 +22,8 @@ from msgspec import Raw
 from server.api.formatting import encode_json
 from server.config import GatewayConfig
 from server.event_loop import Steps
-from server.schema.blocks import MEDIA, NULL
-from server.schema.decoding import TextLimit, invalid, located, unsupported
+from server.schema.blocks import MEDIA
+from server.schema.decoding import NULL, TextLimit, fields_of, first_char, invalid, located, unsupported, value_of
 from worker.common.chat_probes import BLACK_PNG
 
 CHAT_PATH: Final = "/v1/chat/completions"
@@ -47,9 +47,7 @@ _PROCESSING: Final = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields of bodies by which a client could make images of any size out of small ones."""
 _HOLD_PARTS: Final = ("content", "output")
 """Fields of a message or a part that may hold parts."""
-_value_of: Final = msgspec.json.Decoder().decode
 _list_of: Final = msgspec.json.Decoder(list[Raw]).decode
-_dict_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
 class Image(NamedTuple):
@@ -81,7 +79,7 @@ def read_media(fields: Mapping[str, Raw], path: str, rules: GatewayConfig | None
             if name in (_SCORED if path in ("/score", "/rerank") else _ASKED):
                 read[name] = yield from reader.value(value, name)
             else:
-                read[name] = value if (path, name) == (COMPLETIONS_PATH, "prompt") else _value_of(value)
+                read[name] = value if (path, name) == (COMPLETIONS_PATH, "prompt") else value_of(value)
         except msgspec.ValidationError as error:  # a number that is out of range
             raise located(str(error), f"{name:.64}") from None
     if read.get("modalities") not in (None, ["text"]):
@@ -105,9 +103,9 @@ class _Reader:
     def value(self, raw: Raw, param: str) -> Steps[Any]:
         """Decode a part, a list of parts, or a text. Images get their names."""
         if first_char(raw) == "{":
-            return (yield from self._part(_dict_of(raw), param))
+            return (yield from self._part(fields_of(raw), param))
         if first_char(raw) != "[":
-            return _value_of(raw)
+            return value_of(raw)
         read = []
         for index, item in enumerate(_list_of(raw)):
             read.append((yield from self.value(item, f"{param}[{index}]")))
@@ -116,7 +114,7 @@ class _Reader:
 
     def _part(self, part: dict[str, Raw], param: str) -> Steps[Any]:
         """Read a part. Its type or a field makes it a medium. Null ones go: vLLM ignores the ids of their prompts."""
-        type_ = _value_of(part["type"]) if first_char(part.get("type", NULL)) == '"' else None
+        type_ = value_of(part["type"]) if first_char(part.get("type", NULL)) == '"' else None
         names = [type_, *[key for key, item in part.items() if first_char(item) != "n"]]
         if found := [name for name in names if name in MEDIA]:
             if type_ is None and first_char(part.get("type", NULL)) != "n":
@@ -133,7 +131,7 @@ class _Reader:
             if name in _HOLD_PARTS:
                 read[name] = yield from self.value(item, f"{param}.{name}")
             elif name not in MEDIA or first_char(item) != "n":
-                read[name] = _value_of(item)
+                read[name] = value_of(item)
         return read
 
     def _image(self, part: dict[str, Raw], param: str, rules: GatewayConfig) -> Steps[dict[str, Any]]:
@@ -142,12 +140,12 @@ class _Reader:
             raise invalid(param, f"is one image too many: send at most {rules.max_images} in a request")
         param = f"{param}.image_url"
         raw = part.get("image_url", NULL)
-        inner = _dict_of(raw) if first_char(raw) == "{" else None
-        new = {name: _value_of(item) for name, item in part.items() if name != "image_url"}
+        inner = fields_of(raw) if first_char(raw) == "{" else None
+        new = {name: value_of(item) for name, item in part.items() if name != "image_url"}
         new["type"] = new.get("type") or "image_url"
         url = raw if inner is None else inner.get("url", NULL)
         new["uuid"] = yield from image_name(url, param, rules, self._salt)
-        others = {} if inner is None else {name: _value_of(item) for name, item in inner.items() if name != "url"}
+        others = {} if inner is None else {name: value_of(item) for name, item in inner.items() if name != "url"}
         new["image_url"] = url if inner is None else others | {"url": url}
         self.num_bytes += len(memoryview(url))
         self.images.append(Image(param, new))
@@ -167,11 +165,6 @@ def with_images(limit: TextLimit, rules: GatewayConfig) -> TextLimit:
     """Return the limit of a body's text with room for images."""
     num_bytes = rules.max_images * _base64_length(rules.max_image_bytes)
     return limit if limit.num_bytes is None else replace(limit, num_bytes=limit.num_bytes + num_bytes)
-
-
-def first_char(value: Raw) -> str:
-    """Return the character that begins a JSON value. It differs between types."""
-    return chr(memoryview(value)[0])
 
 
 def image_name(url: Raw, param: str, rules: GatewayConfig, salt: bytes) -> Steps[str]:

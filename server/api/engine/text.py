@@ -43,7 +43,7 @@ from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, EngineTextRequest, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
-from server.schema.decoding import TextLimit, located, read_json, unsupported
+from server.schema.decoding import TextLimit, fields_of, located, read_json, unsupported
 from server.schema.field_table import IGNORED, REFUSED_FIELDS, SENT_FIELDS, SENT_XARGS
 from server.schema.fields import CallerFields, RequestFields, StreamOptions
 from server.schema.intent import ChatIntent
@@ -82,7 +82,6 @@ _STATEFUL: Final = (
     *("logprobs", "echo", "include_reasoning", "bad_words", "return_prompt_text", "repetition_detection", "vllm_xargs"),
 )
 """Fields with which the tokens so far are not enough to continue an answer. One with thoughts never goes on."""
-_fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
 class _Head(msgspec.Struct):
@@ -204,7 +203,7 @@ class EngineTexts:
                 intent = dataclasses.replace(intent, conversation=conversation)
             body = chat_of(intent)
         with _decoding(), _naming(intent, model):
-            fields, known = _fields_of(body), _known_of(body)
+            fields, known = fields_of(body), _known_of(body)
             if counts:
                 fields = {name: value for name, value in fields.items() if name not in LENGTHS}
                 fields["max_tokens"] = Raw(b"1")
