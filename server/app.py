@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from ipaddress import ip_network
 
@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
+from starlette.types import Lifespan
 
 from cache.records import WorkerMember
 from server.api.chat import ChatEndpoint
@@ -31,7 +31,6 @@ from server.http.forwarded import behind_fronts
 from server.http.middleware import Application, body_limit, with_context
 from server.metrics import GatewayMetrics
 from server.request_context import RequestContext
-from server.schema.decoding import require_json
 
 
 class PublicApi:
@@ -89,19 +88,6 @@ class PublicApi:
         return json_response({"status": "ok", "workers": len(workers)})
 
 
-def hot_routes(app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> ASGIApp:
-    """Send POSTs to these exact paths to their endpoint, without a scan of the routes. The innermost middleware."""
-
-    def call(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        endpoint = endpoints.get(scope["path"]) if scope["method"] == "POST" else None
-        if endpoint is None:
-            return app(scope, receive, send)
-        require_json(scope["headers"])
-        return endpoint(scope, receive, send)
-
-    return call
-
-
 def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
     """Return the middleware that allows pages of these origins to call the API; `*` is any. Preflights need no key."""
     if not origins:
@@ -131,7 +117,6 @@ def public_app(
             Middleware(with_context, metrics, access_log=config.access_log, count_usage=count_usage),
             Middleware(authenticated, authenticator),
             Middleware(body_limit, config.max_body_bytes, api.services.models.max_body_bytes),
-            Middleware(hot_routes, api.endpoints),
         ],
         lifespan=lifespan,
     )

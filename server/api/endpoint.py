@@ -34,6 +34,7 @@ from server.request.request import Deliver, Generation
 from server.request.response import ResponseStream
 from server.request.services import RequestServices
 from server.request_context import CURRENT, RequestContext
+from server.schema.decoding import require_json
 from server.usage.account import Account
 from worker.common.http_protocol import AnswerCycle
 from worker.common.tracing import Tracing
@@ -148,6 +149,7 @@ class GenerateEndpoint(ABC):
         """Decode, check and tokenise a body. Raises ApiError."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        require_json(scope["headers"])
         services, context, identity = self._services, CURRENT.get(), identity_of(scope)
         usage = identity.usage
         context.route = self.route
