@@ -21,22 +21,22 @@ def call_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
     form, names = syntax.form, list(tools.parameters)
     if form.is_list:
         body = tools.json(list_schema(tools, form.arguments_key))
-        return [_line("calls", _around(tools, form.call, "body")), _line("body", body)]
+        return [f"calls: {_around(tools, form.call, 'body')}", f"body: {body}"]
     separator = tools.literal(form.separator)
     calls = f"call ({separator} call)*" if tools.parallel else "call"
-    lines = [_line("calls", " ".join((tools.literal(form.section[0]), calls, tools.literal(form.section[1]))))]
+    lines = [f"calls: {tools.literal(form.section[0])} {calls} {tools.literal(form.section[1])}"]
     if syntax.arguments == "object":
         body = tools.json(_any_call(tools, form.arguments_key))
-        return [*lines, _line("call", _around(tools, form.call, "body")), _line("body", body)]
-    lines.append(_line("call", " | ".join(f"call_{number}" for number in range(len(names)))))
+        return [*lines, f"call: {_around(tools, form.call, 'body')}", f"body: {body}"]
+    lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(names)))}")
     for number, name in enumerate(names):
         before, after, end = form.call
         arguments = f"arguments_{number}"
-        lines.append(_line(f"call_{number}", _around(tools, (before + name + after, "", end), arguments)))
+        lines.append(f"call_{number}: {_around(tools, (before + name + after, '', end), arguments)}")
         if syntax.tags is not None or syntax.arguments == "python":
             lines += _Arguments(syntax, tools, name, arguments).rules()
         else:
-            lines.append(_line(arguments, tools.json(tools.ref(name))))
+            lines.append(f"{arguments}: {tools.json(tools.ref(name))}")
     return lines
 
 
@@ -44,8 +44,8 @@ def text_rule(name: str, end: str, tools: GrammarTools) -> str:
     """Return the rule of any text up to a marker, and the marker. A grammar has no bytes for an added token."""
     literal = tools.literal(end.lstrip())  # the text may end with the line break that a reader drops
     if literal.startswith("<["):
-        return _line(name, f"/(?s:.*)/ {literal}")
-    return _line(f"{name}[suffix={json.dumps(end)}]", "/(?s:.*)/")
+        return f"{name}: /(?s:.*)/ {literal}"
+    return f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/"
 
 
 class _Arguments:
@@ -71,15 +71,19 @@ class _Arguments:
         names = [f"{self._rule}_{number}" for number in range(len(self._properties))]
         literal = self._tools.literal
         for name, key in zip(names, self._properties, strict=True):
-            self._lines.append(_line(name, f"{literal(f'{key}=')} {self._value(name, key)}"))
-        return [_line(self._rule, self._chain(names, literal(", "))), *self._lines]
+            self._add(name, f"{literal(f'{key}=')} {self._value(name, key)}")
+        return [f"{self._rule}: {self._chain(names, literal(', '))}", *self._lines]
+
+    def _add(self, name: str, body: str) -> str:
+        """Add a rule. Return its name."""
+        self._lines.append(f"{name}: {body}")
+        return name
 
     def _chain(self, names: Sequence[str], separator: str) -> str:
         """Return the body of arguments with a separator between them, some of which may be left out."""
         first, more = '""', '""'
         for name, key in reversed(list(zip(names, self._properties, strict=True))):
-            others = f"{name}_more"
-            self._lines.append(_line(others, more))
+            others = self._add(f"{name}_more", more)
             with_it = f"{name} {others}"
             is_optional = key not in self._required
             first = f"{with_it} | {first}" if is_optional else with_it
@@ -87,21 +91,18 @@ class _Arguments:
         return f"({first})"
 
     def _value(self, name: str, key: str) -> str:
-        if types_of(self._schema, key) == {"boolean"}:
+        is_python = self._syntax.tags is None
+        if is_python and types_of(self._schema, key) == {"boolean"}:
             return '("True" | "False")'
-        json_value = self._tools.json(self._tools.ref(self._tool, "properties", key))
-        self._lines.append(_line(f"{name}_value", json_value))
-        return f"{name}_value"
+        return self._add(f"{name}_value", self._tools.json(self._tools.ref(self._tool, "properties", key)))
 
     def _text(self, name: str, key: str, end: str) -> str:
         """Add the rule of a text that ends with a marker. Return its name."""
         own = self._properties.get(key)
         options = own.get("enum", [own["const"]] if "const" in own else None) if isinstance(own, Mapping) else None
         if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
-            literals = " | ".join(self._tools.literal(option + end) for option in options)
-            self._lines.append(_line(name, literals))
-        else:
-            self._lines.append(text_rule(name, end, self._tools))
+            return self._add(name, " | ".join(self._tools.literal(option + end) for option in options))
+        self._lines.append(text_rule(name, end, self._tools))
         return name
 
     def _tag_rules(self, tags: Tags) -> list[str]:
@@ -110,24 +111,22 @@ class _Arguments:
         end, parts = around + tags.value[1], []
         for number, key in enumerate(self._properties):
             name = f"{self._rule}_{number}"
-            is_text = types_of(self._schema, key) == {"string"}
             before = self._tools.literal(tags.key[0] + key + tags.key[1] + between + around)
-            if is_text:
+            if types_of(self._schema, key) == {"string"}:
                 value = self._text(f"{name}_value", key, end)
             else:
-                json_value = self._tools.json(self._tools.ref(self._tool, "properties", key))
-                self._lines.append(_line(f"{name}_value", json_value))
-                value = f"{name}_value {self._tools.literal(end)}"
-            self._lines.append(_line(name, f"{before} {value} {self._tools.literal(tags.line)}"))
+                value = f"{self._value(name, key)} {self._tools.literal(end)}"
+            self._add(name, f"{before} {value} {self._tools.literal(tags.line)}")
             parts.append(name + ("" if key in self._required else "?"))
         if self._is_open:
             name = f"{self._rule}_any"
             closing = self._tools.literal(tags.key[1] + between + around)
             line = f"{self._tools.literal(tags.key[0])} /[A-Za-z_][A-Za-z0-9_]*/ {closing} {name}_value"
-            self._lines.append(_line(name, f"{line} {self._tools.literal(tags.line)}"))
+            self._add(name, f"{line} {self._tools.literal(tags.line)}")
             self._lines.append(text_rule(f"{name}_value", end, self._tools))
             parts.append(f"{name}*")
-        return [_line(self._rule, " ".join(parts) or '""'), *self._lines]
+        body = " ".join(parts) or '""'
+        return [f"{self._rule}: {body}", *self._lines]
 
 
 def list_schema(tools: GrammarTools, key: str) -> dict[str, Any]:
@@ -145,7 +144,3 @@ def _any_call(tools: GrammarTools, key: str) -> dict[str, Any]:
 
 def _around(tools: GrammarTools, texts: tuple[str, str, str], rule: str) -> str:
     return " ".join(filter(None, (tools.literal(texts[0] + texts[1]), rule, tools.literal(texts[2]))))
-
-
-def _line(name: str, body: str) -> str:
-    return f"{name}: {body}"
