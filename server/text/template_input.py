@@ -138,17 +138,13 @@ def template_tools(given: Sequence[FunctionDefinition], *, sorts_schemas: bool =
     tools = []
     for tool in given:
         function: dict[str, Any] = {"name": tool.name, "description": tool.description}
-        function["parameters"] = _sorted(tool.parameters) if sorts_schemas else tool.parameters
+        function["parameters"] = tool.parameters
+        if sorts_schemas:
+            function["parameters"] = json.loads(json.dumps(tool.parameters, sort_keys=True))
         if tool.strict is not None:
             function["strict"] = tool.strict
         tools.append({"type": "function", "function": function})
     return tools or None
-
-
-def _sorted(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _sorted(value[key]) for key in sorted(value)}
-    return list(map(_sorted, value)) if isinstance(value, list) else value
 
 
 def with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
