@@ -11,7 +11,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Lifespan
 
 from cache.records import WorkerMember
 from server.api.chat import ChatEndpoint
@@ -105,7 +104,6 @@ def public_app(
     api: PublicApi,
     metrics: GatewayMetrics,
     authenticator: Authenticator,
-    lifespan: Lifespan[Application],
     count_usage: Callable[[RequestContext], None],
 ) -> Application:
     proxies = config.trusted_proxies
@@ -118,5 +116,4 @@ def public_app(
             Middleware(authenticated, authenticator),
             Middleware(body_limit, config.max_body_bytes, api.services.models.max_body_bytes),
         ],
-        lifespan=lifespan,
     )

@@ -42,7 +42,7 @@ from server.auth.authentication import Authenticator
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
-from server.http.middleware import Application, known_hosts
+from server.http.middleware import known_hosts
 from server.http.protocol import HttpLimits
 from server.http.server import GatewayListener, affordable_connections
 from server.http.stream import KeepAlive
@@ -162,8 +162,7 @@ class Gateway:
         if config.usage_log is not None:
             path, size = Path(config.usage_log), config.usage_log_size_bytes
             self._usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
-        parts = self.api, self.metrics, self.authenticator, self._lifespan, self._count_usage
-        self.public = public_app(config, *parts)
+        self.public = public_app(config, self.api, self.metrics, self.authenticator, self._count_usage)
         followers = decisions, accuracy, copies, self.workers_needed
         parts_shown = self.api, self.router, *followers, self._index, self.usage, self.day
         overview = Overview(*parts_shown, config.grafana_url)
@@ -201,14 +200,14 @@ class Gateway:
         gc.set_threshold(GC_THRESHOLD, 20, 20)
         scheme = "http" if tls is None else "https"
         log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops.address)
-        async with self.public.router.lifespan_context(self.public), asyncio.TaskGroup() as group:
+        async with self.working(), asyncio.TaskGroup() as group:
             group.create_task(ops.run_until_stopped())
             await public.run_until_stopped()
             self.feed.close()
             ops.should_exit = True
 
     @asynccontextmanager
-    async def _lifespan(self, app: Application) -> AsyncIterator[None]:
+    async def working(self) -> AsyncIterator[None]:
         """Run the background tasks, which start again when they fail; close what is open at the end."""
         tasks = [
             asyncio.create_task(keep_running(name, work, self.metrics.task_failures.inc))

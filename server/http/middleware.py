@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import (
     RESPONSES_PATH,
@@ -48,13 +48,8 @@ ALWAYS_TAKEN_BYTES: Final = 1 << 20
 class Application(Starlette):
     """A Starlette application without Starlette's own middleware: `with_context` handles every error."""
 
-    def __init__(
-        self,
-        routes: Sequence[BaseRoute],
-        middleware: Sequence[Middleware],
-        lifespan: Lifespan[Application] | None = None,
-    ) -> None:
-        super().__init__(routes=routes, middleware=middleware, lifespan=lifespan)
+    def __init__(self, routes: Sequence[BaseRoute], middleware: Sequence[Middleware]) -> None:
+        super().__init__(routes=routes, middleware=middleware)
         self.router.redirect_slashes = False
 
     def build_middleware_stack(self) -> ASGIApp:

@@ -140,7 +140,7 @@ async def gateway(
         await built.fleet.poll()
         for member in router.members:
             await built.models.admit(member)
-        await stack.enter_async_context(built.public.router.lifespan_context(built.public))
+        await stack.enter_async_context(built.working())
         sock = listen("127.0.0.1", 0)
         server = QuietListener(built.public, sock, built.http_limits)
         serving = asyncio.create_task(server.run_until_stopped())
