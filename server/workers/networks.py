@@ -131,11 +131,8 @@ def is_worker_url(url: str) -> bool:
     match = _URL.fullmatch(url)
     if match is None or not 0 < int(match["port"] or 80) < 65536:
         return False
-    try:
-        ipaddress.IPv6Address(match["ipv6"] or "::")
-    except ValueError:
-        return False
-    return True
+    ipv6 = match["ipv6"]
+    return ipv6 is None or (":" in ipv6 and address_of(ipv6) is not None)
 
 
 def check_target(target: str) -> None:
