@@ -29,11 +29,11 @@ from server.http.stream import CancelOnDisconnect, KeepAlive, SseWriter, client_
 from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
-from server.request.hints import RoutingHints, read_hints
+from server.request.hints import read_hints
 from server.request.request import Deliver, Generation
 from server.request.response import ResponseStream
 from server.request.services import RequestServices
-from server.request_context import CURRENT, RequestContext
+from server.request_context import CURRENT
 from server.schema.decoding import require_json
 from server.usage.account import Account
 from worker.common.http_protocol import AnswerCycle
@@ -162,7 +162,11 @@ class GenerateEndpoint(ABC):
         with services.guarded(client_of(scope), deadline_s):
             request = await prepare()
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
-        begin = partial(self._generations, deadline_s=deadline_s, hints=hints)
+
+        async def begin(request: PreparedRequest) -> list[Generation]:
+            """Make the generations of a request, which may be prepared again."""
+            return [Generation(spec, services.requests, deadline_s, hints) async for spec in sliced(request.specs)]
+
         response = ResponseStream(await begin(request))
         if services.stopping.is_set():
             raise ShuttingDownError
@@ -174,7 +178,7 @@ class GenerateEndpoint(ABC):
         services.open_responses.add(response)
         try:
             if is_streamed:
-                await self._stream(answer, context, account, scope, send)
+                await self._stream(answer, account, scope, send)
             else:
                 await self._respond(answer, scope, send)
         finally:
@@ -191,12 +195,6 @@ class GenerateEndpoint(ABC):
                 CURRENT.get().ignored.clear()
                 request = await self._services.engine_text.prepare(path, body, identity, self)
                 return await self.prepare(body, identity) if request is None else request
-
-    async def _generations(
-        self, request: PreparedRequest, *, deadline_s: float, hints: RoutingHints
-    ) -> list[Generation]:
-        services = self._services.requests
-        return [Generation(spec, services, deadline_s, hints) async for spec in sliced(request.specs)]
 
     def _model(self, name: str, identity: Identity) -> ServedModel:
         """Return the model, which generates text.
@@ -238,10 +236,8 @@ class GenerateEndpoint(ABC):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"".join(parts)})
 
-    async def _stream(
-        self, answer: Answer, context: RequestContext, account: Account, scope: Scope, send: Send
-    ) -> None:
-        client, response = client_of(scope), answer.response
+    async def _stream(self, answer: Answer, account: Account, scope: Scope, send: Send) -> None:
+        context, client, response = CURRENT.get(), client_of(scope), answer.response
         writer = SseWriter(send, response.headers, answer.formatter.ping, client.write)
         client.on_probe = writer.probe
         first_s = 0.0
