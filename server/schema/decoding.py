@@ -200,6 +200,15 @@ def decode_text(text: str, field: str) -> Any:
     return value
 
 
+def decode_object(text: str, field: str) -> dict[str, Any] | None:
+    """Return the object that a field's text holds; None: it holds none. Raises InvalidRequestError as `decode_text`."""
+    try:
+        value = decode_text(text, field)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Raises MediaTypeError for a body whose type is not JSON.
 

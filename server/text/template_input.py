@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from server.errors import InvalidRequestError
 from server.event_loop import Steps
-from server.schema.decoding import MAX_DEPTH, decode_text, measure
+from server.schema.decoding import MAX_DEPTH, decode_object, measure
 from server.schema.fields import FunctionDefinition, Message, TextPart
 from server.schema.intent import Conversation
 
@@ -85,11 +85,8 @@ def arguments_of(text: str | None, field: str) -> Any:
 
     A text that holds no object is returned as it is. Raises InvalidRequestError for halves of surrogate pairs.
     """
-    try:
-        arguments = decode_text(text or "{}", field)
-    except (ValueError, RecursionError):
-        return text
-    return arguments if isinstance(arguments, dict) else text
+    arguments = decode_object(text or "{}", field)
+    return text if arguments is None else arguments
 
 
 def _num_values(text: str, field: str) -> Steps[int]:

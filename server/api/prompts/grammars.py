@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from server.models.served_model import ServedModel
-from server.schema.decoding import decode_text, invalid
+from server.schema.decoding import decode_object, invalid
 from server.schema.fields import FunctionDefinition, ResponseFormat, StructuredOutputs
 from server.schema.grammar_schema import grammar_schema
 from server.schema.intent import ChatIntent
@@ -58,7 +58,7 @@ async def answer_grammar(
         if kind != "json_object":
             text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
             _check_size(text, param)
-        schema = _object(text, schema_param) if name == "json" else None
+        schema = decode_object(text, schema_param) if name == "json" else None  # the compiler reports what is none
     elif formatted is not None and (given := formatted.given_schema) is not None:
         field, schema = given
         schema_param = f"{param}.{field}" if param == "response_format" else f"{param}.schema"
@@ -149,12 +149,3 @@ def _check_size(written: str, param: str) -> None:
     """Raises InvalidRequestError."""
     if len(written) > MAX_SCHEMA_BYTES:
         raise invalid(param, f"takes at most {MAX_SCHEMA_BYTES} characters of JSON")
-
-
-def _object(text: str, field: str) -> dict[str, Any] | None:
-    """Return the object that a text holds; None if it holds none: the compiler reports the error."""
-    try:
-        value = decode_text(text, field)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
