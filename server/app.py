@@ -87,18 +87,6 @@ class PublicApi:
         return json_response({"status": "ok", "workers": len(workers)})
 
 
-def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
-    """Return the middleware that allows pages of these origins to call the API; `*` is any. Preflights need no key."""
-    if not origins:
-        return []
-    methods, exposed = ("GET", "POST"), ("x-request-id", "retry-after", "retry-after-ms", "openai-processing-ms")
-    return [
-        Middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",), expose_headers=exposed
-        )
-    ]
-
-
 def public_app(
     config: GatewayConfig,
     api: PublicApi,
@@ -106,12 +94,19 @@ def public_app(
     authenticator: Authenticator,
     count_usage: Callable[[RequestContext], None],
 ) -> Application:
-    proxies = config.trusted_proxies
+    fronts = Middleware(behind_fronts, list(map(ip_network, config.trusted_proxies)))
+    other_origins = Middleware(  # before the keys: preflights need none
+        CORSMiddleware,
+        allow_origins=config.cors_origin,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after", "retry-after-ms", "openai-processing-ms"),
+    )
     return Application(
         routes=api.routes(),
         middleware=[
-            *([Middleware(behind_fronts, list(map(ip_network, proxies)))] if proxies else []),
-            *_cross_origin(config.cors_origin),
+            *([fronts] if config.trusted_proxies else []),
+            *([other_origins] if config.cors_origin else []),
             Middleware(with_context, metrics, access_log=config.access_log, count_usage=count_usage),
             Middleware(authenticated, authenticator),
             Middleware(body_limit, config.max_body_bytes, api.services.models.max_body_bytes),

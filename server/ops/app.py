@@ -198,11 +198,8 @@ def page_routes() -> list[Route]:
         response.headers.update(SECURITY_HEADERS)
         return response
 
-    async def home(request: Request) -> Response:
-        return RedirectResponse("dashboard", status_code=307)
-
     return [
-        Route("/", home, methods=["GET"]),
+        Route("/", RedirectResponse("dashboard", status_code=307), methods=["GET"]),
         Route("/dashboard", partial(file, name="dashboard.html"), methods=["GET"]),
         Route("/chat", partial(file, name="chat.html"), methods=["GET"]),
         Route("/pages/{name}", file, methods=["GET"]),
