@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -131,9 +130,5 @@ def _is_llama(template: str) -> bool:
     return any(tag in template for tag in _TAGS) or has_header or ("ipython" in template and "parameters" in template)
 
 
-def _format(name: str, is_used_by: Callable[[str], bool], syntax: Syntax) -> ToolFormat:
-    return ToolFormat(name, (*_TAGS, _END), is_used_by, _read, partial(call_rules, syntax))
-
-
-PYTHONIC: Final = _format("pythonic", _is_python, _FUNCTIONS)
-LLAMA: Final = _format("llama", _is_llama, _OBJECTS)
+PYTHONIC: Final = ToolFormat("pythonic", (*_TAGS, _END), _is_python, _read, partial(call_rules, _FUNCTIONS))
+LLAMA: Final = ToolFormat("llama", (*_TAGS, _END), _is_llama, _read, partial(call_rules, _OBJECTS))
