@@ -7,7 +7,7 @@ does not come, is an error.
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any, Final
 
 from starlette.requests import ClientDisconnect
@@ -37,24 +37,11 @@ def checked_coding(value: bytes, before: str = "") -> str:
     return coding or before
 
 
-def plain(coding: str, receive: Receive) -> Receive:
-    """Return a `receive` that gives the unpacked body, and then what the connection's own gives."""
-    parts = unpacked(coding, receive)
-    is_over = False
+async def unpacked(coding: str, receive: Receive) -> AsyncGenerator[Message]:
+    """Yield the parts of a compressed body, as they come, and then what the connection's own `receive` gives.
 
-    async def next_part() -> Message:
-        nonlocal is_over
-        if is_over:
-            return await receive()
-        part = await anext(parts, b"")
-        is_over = not part
-        return {"type": "http.request", "body": part, "more_body": not is_over}
-
-    return next_part
-
-
-async def unpacked(coding: str, receive: Receive) -> AsyncIterator[bytes]:
-    """Yield the parts of a compressed body, as they come. Raises InvalidRequestError and BodyTooLargeError."""
+    Raises InvalidRequestError and BodyTooLargeError.
+    """
     decoder, time_slice, num_packed, num_unpacked, has_more = None, TimeSlice(), 0, 0, True
     while has_more:
         message = await receive()
@@ -68,10 +55,13 @@ async def unpacked(coding: str, receive: Receive) -> AsyncIterator[bytes]:
             num_unpacked += len(part)
             if num_unpacked > max(_FREE_BYTES, MAX_RATIO * num_packed):
                 raise BodyTooLargeError(f"The body unpacks to more than {MAX_RATIO} times its size: send it plain.")
-            yield part
+            yield {"type": "http.request", "body": part, "more_body": True}
             await time_slice.rest()
     if decoder is None or not decoder.eof:
         raise InvalidRequestError(f"The {coding} body ends before its last byte.")
+    yield {"type": "http.request", "body": b"", "more_body": False}
+    while True:
+        yield await receive()
 
 
 def _decoder(coding: str, first: int) -> Any:

@@ -26,7 +26,7 @@ from server.errors import (
     is_for_anthropic,
     responses_error,
 )
-from server.http.compressed import checked_coding, plain
+from server.http.compressed import checked_coding, unpacked
 from server.metrics import GatewayMetrics
 from server.request_context import CURRENT, RequestContext
 from server.usage.account import CLIENT_LEFT, Account
@@ -203,7 +203,7 @@ def body_limit(app: ASGIApp, max_bytes: int, needed: Callable[[], int | None] = 
             check(num_bytes)
             return message
 
-        source = plain(coding, receive) if coding else receive
+        source = unpacked(coding, receive).__anext__ if coding else receive
         return app(scope, counted, send)
 
     return call
