@@ -355,14 +355,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         clock.check()
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(owner, str):
-            match function.__name__:
-                case "replace":
-                    clock.limit(_size_of_text(clock, owner, *args))
-                case "format":
-                    clock.limit(_size_of_pattern(clock, owner, *args, **kwargs))
-                case "join":
-                    args = (list(*args),)
-                    clock.limit(_SIZES["join"](clock, *args, owner))
+            if (name := function.__name__) == "join":
+                args = (list(*args),)
+                clock.limit(_SIZES[name](clock, *args, owner))
+            elif name in _SIZES:
+                clock.limit(_SIZES[name](clock, owner, *args, **kwargs))
             clock.check(len(owner))
         value = super().call(context, function, *args, **kwargs)
         if owner.__class__ is not dict:
