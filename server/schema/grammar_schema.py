@@ -7,6 +7,7 @@ refused, but for the limits of a float's type. Otherwise it is left to the model
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,7 +33,8 @@ _IGNORED: Final[dict[str, tuple[Any, ...]]] = {
     "uniqueItems": (False,),
 }
 """Keywords that the compiler ignores, with the values that have no effect or are enforced in another way."""
-_MAX_BOUND: Final = 10**16  # the compiler writes no range of larger floats
+_MAX_EXACT: Final = 2**53  # the compiler reads numbers as floats
+_LEAST: Final = 1e-15  # a number as small as a grammar counts
 _FLOAT_LIMITS: Final = (3.4028234663852886e38, 1.7976931348623157e308)
 """Largest numbers of 32 and 64 bits. zod writes them as bounds of the type."""
 _MAX_SHOWN: Final = 16  # with the next one, keeps the header below the limits of proxies
@@ -133,17 +135,33 @@ def _unenforced_counts(node: Node) -> Iterator[str]:
 
 
 def _unenforced_numbers(node: Node) -> Iterator[str]:
-    """Yield bounds and factors that take more digits than a grammar counts."""
+    """Yield bounds, factors and values that take more digits than a grammar counts.
+
+    Move an excluded bound by the least step: the compiler takes it where another bound is in the same unit.
+    """
     is_integer = node.get("type") == "integer"
     for keyword in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         bound = node.get(keyword)
-        if not isinstance(bound, int | float) or isinstance(bound, bool) or abs(bound) <= _MAX_BOUND:
+        if not isinstance(bound, int | float) or isinstance(bound, bool):
             continue
-        if is_integer and keyword.endswith("aximum") and bound > 0 and node.get("minimum", -1) == 0:
-            continue
-        yield keyword
+        if abs(bound) > _MAX_EXACT:
+            if not (is_integer and keyword == "maximum" and bound > 0 and node.get("minimum", -1) == 0):
+                yield keyword
+        elif keyword.startswith("exclusive") and not is_integer and bound == int(bound):
+            sign = 1 if keyword == "exclusiveMinimum" else -1
+            node[keyword] = math.nextafter(bound, sign * math.inf) if bound else sign * _LEAST
     if not is_countable(node.get("multipleOf")):
         yield "multipleOf"
+    for keyword in ("const", "enum"):
+        if keyword in node and _is_rounded(node[keyword]):
+            yield keyword
+
+
+def _is_rounded(value: object) -> bool:
+    """Return whether a value holds an integer that a float may not be."""
+    if isinstance(value, dict | list):
+        return any(map(_is_rounded, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and abs(value) > _MAX_EXACT
 
 
 def _is_float_limit(bound: object) -> bool:

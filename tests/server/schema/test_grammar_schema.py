@@ -88,7 +88,8 @@ KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
     "pattern": st.sampled_from(["^[a-c]+$", "b", "^(?=a)a", r"\bx"]),
     "format": st.sampled_from(["date", "time", "uuid", "ipv4", "email", "weird", "regex"]),
     "minimum": st.sampled_from([0, -1, 1.5, -(10**20)]),
-    "exclusiveMaximum": st.sampled_from([3, 10, 1e300]),
+    "exclusiveMinimum": st.sampled_from([0, 1]),
+    "exclusiveMaximum": st.sampled_from([0.5, 3, 10**16, 1e300]),
     "multipleOf": st.sampled_from([1, 2, 0.5, 1e-30, 2**30]),
     "minItems": st.integers(0, 2),
     "maxItems": st.integers(2, 3),
@@ -105,7 +106,7 @@ KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
     "dependencies": st.sampled_from([{}, {"a": {"required": ["b"]}}]),
     "unevaluatedProperties": st.booleans(),
     "const": st.sampled_from([1, "a", None, {"a": 1}]),
-    "enum": st.lists(st.sampled_from([0, 1, 1.0, "a", "b", None, [1]]), min_size=1, max_size=3),
+    "enum": st.lists(st.sampled_from([0, 2**53 + 1, 1.0, "a", "b", None, [1]]), min_size=1, max_size=3),
     "if": st.sampled_from([{"type": "string"}, {"required": ["a"]}]),
     "then": st.just({"maxLength": 1}),
     "else": st.just({"maximum": 1}),
@@ -273,9 +274,12 @@ def test_patterns_written_without_look_ahead_take_the_same_texts() -> None:
         ({"type": "string", "format": "path"}, "/a b", None),
         ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "abcd", None),
         ({"type": "string", "not": {"const": "a"}}, "b", None),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, 0.25, 0),
+        ({"allOf": [{"exclusiveMaximum": -1}, {"minimum": -1.5}]}, -1.1, -1),
+        ({"enum": [{"id": [2**53 + 1]}]}, {"id": [2**53 + 1]}, None),
     ],
 )
-def test_what_a_string_may_be(schema: dict[str, Any], taken: str, refused: str | None) -> None:
+def test_what_a_value_may_be(schema: dict[str, Any], taken: Any, refused: Any) -> None:
     start = language(placed(schema))
     assert takes(start, dumps(taken))
     assert refused is None or not takes(start, dumps(refused))
