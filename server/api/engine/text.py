@@ -10,7 +10,6 @@ Source: docs/architecture/engine_text.md.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,8 +53,6 @@ from server.workers.client import WorkerClient
 from server.workers.fleet import Fleet
 from worker.common.capabilities import IMAGES
 from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
-
-log = logging.getLogger(__name__)
 
 ENGINE_PATHS: Final = {
     **{path: path for path in POOLING_PATHS},
