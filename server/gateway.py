@@ -45,7 +45,6 @@ from server.event_loop import keep_running, sample_delay
 from server.http.middleware import known_hosts
 from server.http.protocol import HttpLimits
 from server.http.server import GatewayListener, affordable_connections
-from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
 from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
@@ -140,12 +139,11 @@ class Gateway:
             is_served=self.models.is_served,
             is_learning=self.models.is_learning,
         )
-        self.keep_alive = KeepAlive(config.ping_s)
         ignored_tools = IgnoredTools(strict_tools=config.strict_tools, strict_blocks=config.strict_blocks)
         self.endpoint = EndpointServices(
             self.models,
             self.requests,
-            self.keep_alive,
+            config.ping_s,
             config.request_timeout_s,
             ignored_tools,
             self._tracing,
@@ -231,7 +229,6 @@ class Gateway:
         yield "workers needed", lambda: self.workers_needed.follow(self.router)
         yield "models", lambda: self.models.follow(self.fleet.known, FOLLOW_INTERVAL_S)
         yield "stall watch", self.watch.run
-        yield "keep-alive", self.keep_alive.run
         yield "delay", lambda: sample_delay(self.metrics.delayed)
         if isinstance(self._index, RedisIndex):
             yield "index", self._index.run

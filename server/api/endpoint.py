@@ -25,7 +25,7 @@ from server.api.prompts.ignored_tools import IgnoredTools
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, RevisionGoneError, ShuttingDownError, UnavailableError, forget
 from server.event_loop import sliced
-from server.http.stream import CancelOnDisconnect, KeepAlive, SseWriter, client_of
+from server.http.stream import CancelOnDisconnect, SseWriter, client_of
 from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
@@ -57,7 +57,8 @@ class EngineText(Protocol):
 class EndpointServices:
     models: Models
     requests: RequestServices
-    keep_alive: KeepAlive
+    ping_s: float
+    """The silence after which a stream gets a keep-alive."""
     request_timeout_s: float
     ignored_tools: IgnoredTools
     tracing: Tracing | None
@@ -259,7 +260,7 @@ class GenerateEndpoint(ABC):
                 await writer.write(events)
 
         try:
-            with self._services.guarded(client, answer.deadline_s), self._services.keep_alive.keeping(writer):
+            with self._services.guarded(client, answer.deadline_s), writer.kept_alive(self._services.ping_s):
                 await answer.run(deliver)
                 last = await events_of(deltas) if (deltas := response.take_deltas()) else b""
             num_choices = sum([len(each.choices) for each in response.generations])

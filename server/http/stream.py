@@ -62,6 +62,7 @@ class SseWriter:
         self._headers = headers
         self._ping_bytes = ping
         self._ping_task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._writing = False
         self.started = False
         self.last_write_s = time.monotonic()
@@ -87,9 +88,23 @@ class SseWriter:
         if self.started:
             self.ping()
 
-    def cancel_ping(self) -> None:
-        if self._ping_task is not None:
-            self._ping_task.cancel()
+    @contextmanager
+    def kept_alive(self, ping_s: float) -> Iterator[None]:
+        """Send a ping within the block whenever nothing was sent for `ping_s`."""
+        self._watch(ping_s)
+        try:
+            yield
+        finally:
+            for pending in (self._timer, self._ping_task):
+                if pending is not None:
+                    pending.cancel()
+
+    def _watch(self, ping_s: float) -> None:
+        silent_s = time.monotonic() - self.last_write_s
+        if silent_s >= ping_s:
+            self.ping()
+            silent_s = 0.0
+        self._timer = asyncio.get_running_loop().call_later(ping_s - silent_s, self._watch, ping_s)
 
     def _end_ping(self, task: asyncio.Task[None]) -> None:
         self._ping_task = None
@@ -105,35 +120,6 @@ class SseWriter:
         if more and self._write_now(data):
             return
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-class KeepAlive:
-    """Sends pings on streams that have been silent for `ping_s`. One task calls `run`."""
-
-    def __init__(self, ping_s: float) -> None:
-        self._ping_s = ping_s
-        self._writers: set[SseWriter] = set()
-
-    @contextmanager
-    def keeping(self, writer: SseWriter) -> Iterator[None]:
-        self._writers.add(writer)
-        try:
-            yield
-        finally:
-            self._writers.discard(writer)
-            writer.cancel_ping()
-
-    async def run(self) -> None:
-        interval_s = min(1.0, self._ping_s / 4)
-        while True:
-            await asyncio.sleep(interval_s)
-            self._ping()  # not inlined: `writer` would keep a closed stream in memory during the sleep
-
-    def _ping(self) -> None:
-        before_s = time.monotonic() - self._ping_s
-        for writer in self._writers:
-            if writer.last_write_s < before_s:
-                writer.ping()
 
 
 def client_of(scope: Scope) -> AnswerCycle:

@@ -150,9 +150,7 @@ async def gateway(
             parts = built.metrics, built.models, built.requests.queue, built.ops, built.fleet, built.public
             yield RunningGateway(url, router, list(workers), *parts, built.endpoint, built.day)
             # However the requests have ended, nothing of them is left.
-            await until(
-                lambda: not (built.requests.queue.num_tokens or built.watch._streams or built.keep_alive._writers)
-            )
+            await until(lambda: not (built.requests.queue.num_tokens or built.watch._streams))
             await until(lambda: not (built.metrics.num_in_flight or built.endpoint.open_responses))
         finally:
             server.stopped.set()

@@ -19,7 +19,6 @@ from server.http.stream import (
     DONE,
     PING,
     CancelOnDisconnect,
-    KeepAlive,
     SseWriter,
     escape_line_ends,
     sse,
@@ -86,31 +85,26 @@ async def test_an_event_waits_for_the_keep_alive_before_it() -> None:
 
 
 async def test_a_silent_stream_is_kept_alive_until_it_is_left() -> None:
-    client, keep_alive = Client(), KeepAlive(0.02)
+    client = Client()
     writer = writer_to(client)
-    beating = asyncio.create_task(keep_alive.run())
-    try:
-        with keep_alive.keeping(writer):
-            await until(lambda: client.parts.count(PING) >= 2)
-            written_s = writer.last_write_s
-            await writer.write(b"event")
-            assert writer.last_write_s > written_s
-        client.messages.clear()
-        await asyncio.sleep(0.1)
-        assert client.parts == []
-    finally:
-        beating.cancel()
+    with writer.kept_alive(0.02):
+        await until(lambda: client.parts.count(PING) >= 2)
+        written_s = writer.last_write_s
+        await writer.write(b"event")
+        assert writer.last_write_s > written_s
+    client.messages.clear()
+    await asyncio.sleep(0.1)
+    assert client.parts == []
 
 
 async def test_only_a_silent_stream_is_kept_alive() -> None:
-    client, keep_alive = Client(), KeepAlive(60.0)
+    client = Client()
     writer = writer_to(client)
-    with keep_alive.keeping(writer):
-        keep_alive._ping()
+    with writer.kept_alive(60.0):
         await turns()
         assert client.parts == []
         writer.last_write_s -= 61.0
-        keep_alive._ping()
+        writer._watch(60.0)
         await turns()
     assert client.parts == [200, PING]
 
@@ -127,10 +121,10 @@ async def test_a_probe_never_begins_an_answer() -> None:
 
 
 async def test_unread_keep_alive_blocks_nothing() -> None:
-    client, keep_alive = Client(), KeepAlive(60.0)
+    client = Client()
     writer = writer_to(client)
     client.reads.clear()
-    with keep_alive.keeping(writer):
+    with writer.kept_alive(60.0):
         writer.ping()
         await turns()
         writer.ping()  # one at a time
