@@ -32,6 +32,7 @@ from cache.allocators import make_allocator
 from worker.config import WorkerConfig, default_step_tokens
 from worker.contracts.engine import EngineOutput, RequestKey
 from worker.contracts.step import Launch, StepResult
+from worker.doctor import weight_bytes
 from worker.engine.grammar import GrammarCompiler
 from worker.kernels.cpu import matmul_kernels_for
 from worker.loading.engine import build_bundle
@@ -233,8 +234,11 @@ def _shares(model: LoadedModel, figures: Mapping[str, float]) -> list[Figure]:
     """Compare with the device's best: a decode that only reads the weights, a prefill of only products."""
     config, on_gpu = model.config, model.device.type == "cuda"
     bytes_per_s, flops_per_s = memory_rate(model.device), matrix_rate(model.device, model.dtype)
-    read_s = model.decoder.weight_bytes / bytes_per_s
     hidden, shape = config.hidden_size, config.attention
+    embedding_bytes = config.vocab_size * hidden * model.dtype.itemsize
+    has_table = isinstance(model.checkpoint, GGUFCheckpoint) or not config.tie_embeddings  # next to the head
+    read_bytes = weight_bytes(model.checkpoint, config, model.device, model.dtype) - has_table * embedding_bytes
+    read_s = read_bytes / bytes_per_s
     per_layer = hidden * (2 * shape.query_size + 2 * shape.kv_size + 3 * config.intermediate_size)
     attention = PREFILL_TOKENS * shape.query_size  # a query sees half of the tokens, for its scores and for its sum
     per_token = 2 * shape.num_layers * (per_layer + attention)

@@ -68,10 +68,6 @@ class Decoder(Protocol):
     is_recordable: bool
     """A CUDA graph can record it: it does no work on the host."""
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that one forward and its logits read."""
-
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         """Return the normalised hidden state after the last layer, (num_tokens, hidden_size)."""
 

@@ -60,10 +60,6 @@ class PlainMlp:
     activation: Callable[[Tensor], Tensor]
     """See `gated_silu`."""
 
-    @property
-    def weight_bytes(self) -> int:
-        return self.gate_up.weight_bytes + self.down.weight_bytes
-
     def __call__(self, states: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
         return self.down.add_to(residual, self.activation(self.gate_up(states, batch)), batch)
 
@@ -109,10 +105,6 @@ class OneDnnMlp:
     gate: OneDnnLinear
     up: OneDnnLinear
     down: OneDnnLinear
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.gate.weight_bytes + self.up.weight_bytes + self.down.weight_bytes
 
     def __call__(self, states: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
         product, gate, up = torch.ops.mkldnn._linear_pointwise, self.gate, self.up

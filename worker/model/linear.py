@@ -36,9 +36,6 @@ class Linear(ABC):
     `batch` gives the token, and thus the request, of each row. None: rows are not the tokens of a batch.
     """
 
-    weight_bytes: int
-    """Bytes of weights that one product reads."""
-
     @abstractmethod
     def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor: ...
 
@@ -53,7 +50,6 @@ class DenseLinear(Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
-        self.weight_bytes = weight.nbytes
 
     def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         return functional.linear(states, self.weight, self.bias)
@@ -73,7 +69,6 @@ class OneDnnLinear(Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS_HINT)
         self.bias = bias
-        self.weight_bytes = weight.nbytes
 
     def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
@@ -102,7 +97,6 @@ class PanelLinear(Linear):
         sizes = (num_inputs, self._num_outputs, panels[0].nbytes, num_bits)
         self._fields = Product(panels.data_ptr(), None if bias is None else bias.data_ptr(), *sizes)
         self._address = ctypes.addressof(self._fields)
-        self.weight_bytes = panels.nbytes
 
     def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         return self._into(states.new_empty(states.shape[0], self._num_outputs), states, adds=False)
@@ -127,7 +121,6 @@ class TiledLinear(Linear):
 
     def __init__(self, inner: Linear) -> None:
         self._inner = inner
-        self.weight_bytes = inner.weight_bytes
 
     def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         num_rows = states.shape[0]
@@ -181,7 +174,6 @@ class PackedLinear(Linear):
         self._max_rows = PACKABLE_IN_BFLOAT16[parts[0].kind]
         self._bias = bias
         self.dense = dense
-        self.weight_bytes = self._packed.nbytes + self._scales_and_zeros.nbytes
 
     def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
         if states.shape[0] > self._max_rows:

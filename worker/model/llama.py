@@ -49,10 +49,6 @@ class LayerWeights:
     post_norm: RmsNorm
     mlp: Mlp
 
-    @property
-    def weight_bytes(self) -> int:
-        return self.qkv.weight_bytes + self.output.weight_bytes + self.mlp.weight_bytes
-
 
 class LlamaDecoder:
     """A `worker.model.base.Decoder`."""
@@ -91,10 +87,6 @@ class LlamaDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._lm_head(hidden)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(layer.weight_bytes for layer in self._layers) + self._lm_head.weight_bytes
 
     def _qkv(
         self, layer: LayerWeights, states: Tensor, rotation: Rotation, batch: ForwardBatch

@@ -81,10 +81,6 @@ class TransformersForCausalLM:
         logits: Tensor = self._head(hidden)
         return logits
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._model.parameters())
-
     def _hidden(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         device = self._model.device
         base = self._model.base_model
