@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.attention.base import ForwardBatch
 from worker.kernels.cpu import RmsNormKernel, kernels_for
 from worker.model.linear import Linear, OneDnnLinear
 
@@ -60,8 +59,8 @@ class PlainMlp:
     activation: Callable[[Tensor], Tensor]
     """See `gated_silu`."""
 
-    def __call__(self, states: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
-        return self.down.add_to(residual, self.activation(self.gate_up(states, batch)), batch)
+    def __call__(self, states: Tensor, residual: Tensor) -> Tensor:
+        return self.down.add_to(residual, self.activation(self.gate_up(states)))
 
 
 def gated_silu(device: torch.device, *, deterministic: bool) -> Callable[[Tensor], Tensor]:
@@ -106,10 +105,10 @@ class OneDnnMlp:
     up: OneDnnLinear
     down: OneDnnLinear
 
-    def __call__(self, states: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(self, states: Tensor, residual: Tensor) -> Tensor:
         product, gate, up = torch.ops.mkldnn._linear_pointwise, self.gate, self.up
         gated = product(states, gate.packed, gate.bias, "swish", [], "")
-        return self.down.add_to(residual, product.binary(states, gated, up.packed, up.bias, "mul"), batch)
+        return self.down.add_to(residual, product.binary(states, gated, up.packed, up.bias, "mul"))
 
 
 Mlp = PlainMlp | OneDnnMlp

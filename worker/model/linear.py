@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.attention.base import ForwardBatch
 from worker.kernels.cpu import Kernels
 from worker.kernels.products import Product
 from worker.model.base import QuantisedTensor
@@ -31,17 +30,14 @@ _ROW_ALIGNMENT: Final = 16  # torch's packed products take multiples of it
 
 
 class Linear(ABC):
-    """states (rows, in) -> (rows, out), in the dtype of states.
-
-    `batch` gives the token, and thus the request, of each row. None: rows are not the tokens of a batch.
-    """
+    """states (rows, in) -> (rows, out), in the dtype of states."""
 
     @abstractmethod
-    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor: ...
+    def __call__(self, states: Tensor) -> Tensor: ...
 
-    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
         """Return residual + the product, (rows, out): `residual` itself, written in place, or a new tensor."""
-        return residual.add_(self(states, batch))
+        return residual.add_(self(states))
 
 
 class DenseLinear(Linear):
@@ -51,10 +47,10 @@ class DenseLinear(Linear):
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+    def __call__(self, states: Tensor) -> Tensor:
         return functional.linear(states, self.weight, self.bias)
 
-    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
         """Without a bias: one kernel on a GPU, rounded once."""
         return residual.add_(self(states)) if self.bias is not None else residual.addmm_(states, self.weight.t())
 
@@ -70,11 +66,11 @@ class OneDnnLinear(Linear):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS_HINT)
         self.bias = bias
 
-    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+    def __call__(self, states: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
         return product
 
-    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
         """Add while the product is in registers, and round once."""
         total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(states, residual, self.packed, self.bias, "add")
         return total
@@ -98,10 +94,10 @@ class PanelLinear(Linear):
         self._fields = Product(panels.data_ptr(), None if bias is None else bias.data_ptr(), *sizes)
         self._address = ctypes.addressof(self._fields)
 
-    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+    def __call__(self, states: Tensor) -> Tensor:
         return self._into(states.new_empty(states.shape[0], self._num_outputs), states, adds=False)
 
-    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
         """Add in place if `residual` is contiguous."""
         return self._into(residual.contiguous(), states, adds=True)
 
@@ -116,13 +112,13 @@ class TiledLinear(Linear):
     """Any product, run on the same number of rows and on one thread in every call.
 
     So a row's result depends neither on its neighbours nor on the number of threads: oneDNN splits the sums of a narrow
-    product among its threads. The inner product sees no `batch`: rows of a tile are not its tokens.
+    product among its threads.
     """
 
     def __init__(self, inner: Linear) -> None:
         self._inner = inner
 
-    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+    def __call__(self, states: Tensor) -> Tensor:
         num_rows = states.shape[0]
         padded = functional.pad(states, (0, 0, 0, -num_rows % _TILE_ROWS))
         with one_thread():
@@ -175,9 +171,9 @@ class PackedLinear(Linear):
         self._bias = bias
         self.dense = dense
 
-    def __call__(self, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+    def __call__(self, states: Tensor) -> Tensor:
         if states.shape[0] > self._max_rows:
-            return self.dense(states, batch)
+            return self.dense(states)
         if self._repeats_input:
             states = torch.cat((states, states), dim=-1)
         product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
@@ -185,9 +181,9 @@ class PackedLinear(Linear):
         )
         return product if self._bias is None else product.add_(self._bias)
 
-    def add_to(self, residual: Tensor, states: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
         if states.shape[0] > self._max_rows:
-            return self.dense.add_to(residual, states, batch)
+            return self.dense.add_to(residual, states)
         return residual.add_(self(states))
 
 

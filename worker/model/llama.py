@@ -79,20 +79,18 @@ class LlamaDecoder:
         hidden = functional.embedding(batch.token_ids, self.embedding)
         rotation = self._rope(batch.positions)
         for index, layer in enumerate(self._layers):
-            query, key, value = self._qkv(layer, layer.input_norm(hidden), rotation, batch)
+            query, key, value = self._qkv(layer, layer.input_norm(hidden), rotation)
             attended = attention.attend(index, query, key, value, batch)
-            hidden = layer.output.add_to(hidden, attended, batch)
-            hidden = layer.mlp(layer.post_norm(hidden), hidden, batch)
+            hidden = layer.output.add_to(hidden, attended)
+            hidden = layer.mlp(layer.post_norm(hidden), hidden)
         return self._norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._lm_head(hidden)
 
-    def _qkv(
-        self, layer: LayerWeights, states: Tensor, rotation: Rotation, batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, layer: LayerWeights, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.config.attention
-        fused = layer.qkv(states, batch)  # (num_tokens, (heads + 2 kv_heads) * head_dim)
+        fused = layer.qkv(states)  # (num_tokens, (heads + 2 kv_heads) * head_dim)
         num_rotated = shape.num_heads + shape.num_kv_heads
         split = num_rotated * shape.head_dim
         value = fused[:, split:].view(len(fused), -1, shape.head_dim)
