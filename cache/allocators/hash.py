@@ -43,21 +43,17 @@ class HashAllocator(Allocator):
         self._cached: dict[BlockHash, BlockId] = {}
         self._copies: dict[BlockHash, list[BlockId]] = {}
         self._clock = 1
-        self._links: dict[BlockHash, ChainLink] | None = None
+        self._links: dict[BlockHash, ChainLink] = {}
+        """The position of every findable block in its chain."""
         self.num_losses = 0
         """Grows after blocks stop being findable and before they are reused.
 
         A thread reads this number, then `block_of`, then the block. If the number is unchanged, it read the right KV.
         """
 
-    def track_chains(self) -> None:
-        """Record the position of every findable block in its chain, for `link`. Call it while nothing is cached."""
-        assert not self._cached, "blocks are cached already"
-        self._links = {}
-
     def link(self, block_hash: BlockHash) -> ChainLink | None:
         """Return the position of a findable block in its chain. Any thread may call it."""
-        return None if self._links is None else self._links.get(block_hash)
+        return self._links.get(block_hash)
 
     def block_of(self, block_hash: BlockHash) -> BlockId | None:
         """Return a findable block. Any thread may call it (see `num_losses`)."""
@@ -70,7 +66,6 @@ class HashAllocator(Allocator):
 
     def recent_chains(self, max_blocks: int) -> list[list[ChainLink]]:
         """Return the chains that would be evicted last, the latest first, of `max_blocks` distinct blocks at most."""
-        assert self._links is not None, "chains are not tracked"
         links = self._links
         held = [self._hashes[block_id] for block_id, refs in enumerate(self._refs) if refs > 0]
         unheld = [self._hashes[block_id] for block_id in self._free]
@@ -127,7 +122,7 @@ class HashAllocator(Allocator):
         assert len(findable) == sum(map(len, copies.values())), "a block is findable under two hashes"
         hashed = {BlockId(b): block_hash for b, block_hash in enumerate(self._hashes) if block_hash is not None}
         assert findable == hashed, "hashed and findable differ"
-        assert self._links is None or self._links.keys() == self._cached.keys(), "linked and findable differ"
+        assert self._links.keys() == self._cached.keys(), "linked and findable differ"
 
     def _allocate(
         self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
@@ -185,30 +180,24 @@ class HashAllocator(Allocator):
                 refs[block_id] = num_refs - 1
         self._free.extend(freed)
 
-    def store(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
-        """Keep held and written blocks findable under these hashes, parents first."""
+    def store(self, block_ids: Sequence[BlockId], root: BlockHash, hashes: Sequence[BlockHash], first: int) -> None:
+        """Keep held and written blocks findable, parents first: those of the chain from block `first` on."""
         own_hashes, cached = self._hashes, self._cached
         stored = []
-        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+        for depth, block_id in enumerate(block_ids, first):
+            block_hash = hashes[depth]
             if own_hashes[block_id] is not None:  # a block shared by a fork, stored by the other sequence
                 assert own_hashes[block_id] == block_hash, f"block {block_id} is findable under another hash"
                 continue
             assert self._refs[block_id] > 0, f"block {block_id} is stored but not held"
             own_hashes[block_id] = block_hash
-            first_copy = cached.setdefault(block_hash, block_id)
-            if first_copy == block_id:
-                stored.append(block_hash)
-            else:
+            if block_hash in cached:
                 self._copies.setdefault(block_hash, []).append(block_id)
+                continue
+            self._links[block_hash] = ChainLink(block_hash, hashes[depth - 1] if depth else root, depth)
+            cached[block_hash] = block_id
+            stored.append(block_hash)
         self._note(Stored, stored)
-
-    def record_links(self, root: BlockHash, hashes: Sequence[BlockHash], first: int, stop: int) -> None:
-        """Record the positions of blocks `first` to `stop` of a chain."""
-        if (links := self._links) is not None:
-            for depth in range(first, stop):
-                block_hash = hashes[depth]
-                if block_hash not in links:
-                    links[block_hash] = ChainLink(block_hash, hashes[depth - 1] if depth else root, depth)
 
     def _evict(self, count: int) -> list[BlockId]:
         """Take the next victims. Record Removed for each hash without a block."""
@@ -225,12 +214,9 @@ class HashAllocator(Allocator):
             if block_hash in copies:
                 self._forget_copy(block_id, block_hash)
             else:
-                del cached[block_hash]
+                del cached[block_hash], self._links[block_hash]
                 removed.append(block_hash)
             self.num_losses += 1  # last: a thread that found the block before sees the change after its read
-        if self._links is not None:
-            for block_hash in removed:
-                del self._links[block_hash]
         self._note(Removed, removed)
         return taken
 
@@ -245,8 +231,7 @@ class HashAllocator(Allocator):
         self._hashes = [None] * self.num_blocks
         self._cached = {}
         self._copies = {}
-        if self._links is not None:
-            self._links = {}
+        self._links = {}
         self.num_losses += 1
 
     def _cache_gauges(self) -> tuple[int, int]:
@@ -281,8 +266,7 @@ class HashAllocation(Allocation):
         if num_full <= first:
             return
         extend_chain(self._hashes, self._root, token_ids, num_full, self._block_size)
-        self._allocator.record_links(self._root, self._hashes, first, num_full)
-        self._allocator.store(self._block_ids[first:num_full], self._hashes[first:num_full])
+        self._allocator.store(self._block_ids[first:num_full], self._root, self._hashes, first)
         self.num_filled = num_full
 
     def fill(self, num_filled: int) -> None:

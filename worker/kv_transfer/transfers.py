@@ -67,7 +67,6 @@ class KVTransfers:
         `publisher` receives the events of the stores.
         """
         allocator = pool.allocator
-        allocator.track_chains()
         self.record = record
         self.layout = "" if peers is None else record.fingerprint
         """The fingerprint of its records; empty: no peers are configured."""

@@ -128,8 +128,6 @@ class Fleet:
             return worker
         num_tier_blocks = int(settings.lower_tier * self._num_worker_blocks)
         tier = HashAllocator(num_tier_blocks + 1, 1) if settings.lower_tier else None
-        if settings.join:
-            cache.track_chains()
         worker = MovingWorker(member, model, cache, settings.report_s, tier=tier, peers=self._peers)
         self._peers[member.url] = worker
         return worker

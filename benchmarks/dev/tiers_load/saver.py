@@ -33,7 +33,6 @@ class SaverBench:
         cache = KVCache(shape, num_blocks + 1, block_size, torch.float32, torch.device("cpu"))
         cache.rows.normal_()
         self._allocator = HashAllocator(num_blocks + 1, block_size)
-        self._allocator.track_chains()
         self._pool = PoolBlocks(self._allocator, make_copier(cache))
         token_ids = list(range(num_blocks * block_size))
         allocation = self._allocator.allocate(len(token_ids), token_ids, BlockHash(bytes(HASH_BYTES)))

@@ -130,7 +130,6 @@ def test_hit_makes_a_chain_the_last_victim() -> None:
 
 def test_a_chain_that_is_too_long_leaves_the_room_to_others() -> None:
     allocator = HashAllocator(65, 4)
-    allocator.track_chains()
     for length, first in ((3, 100), (20, 200)):  # the longest was used last
         compute(allocator, range(first, first + 4 * length)).free()
     assert [len(each) for each in allocator.recent_chains(100)] == [20, 3]
@@ -148,7 +147,6 @@ def test_a_chain_that_is_too_long_leaves_the_room_to_others() -> None:
 )
 def test_recent_chains_are_whole_and_bounded(prompts: list[list[int]], max_blocks: int) -> None:
     allocator = HashAllocator(21, 4)
-    allocator.track_chains()
     for numbers in prompts:
         compute(allocator, [n for n in numbers for _ in range(4)]).free()
     chains = allocator.recent_chains(max_blocks)

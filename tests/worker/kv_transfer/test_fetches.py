@@ -71,7 +71,6 @@ class Fetches:
 
     def __init__(self, *sources: Source, num_threads: int = 2, prefill_tokens_per_s: int = 10) -> None:
         self.allocator = HashAllocator(NUM_BLOCKS, BLOCK_SIZE)
-        self.allocator.track_chains()
         self.copier = BytesCopier(NUM_BLOCKS)
         self.sources = sources
         self.ended: list[PrefixFetch] = []

@@ -40,7 +40,6 @@ class Pool:
 
     def __init__(self, store: BlockStore, num_blocks: int = 9) -> None:
         self.allocator = HashAllocator(num_blocks, BLOCK_SIZE)
-        self.allocator.track_chains()
         self.copier = BytesCopier(num_blocks)
         self.store = store
         self.num_saved = 0
