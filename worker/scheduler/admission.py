@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cache.allocators.base import Allocator
-from cache.types import BlockId
 from worker.scheduler.budget import BatchLimits, PrefillBudget
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.prefix_wait import PrefixWait
@@ -237,10 +236,4 @@ class BatchUsage:
 
 def num_growth_blocks(sequence: TokenSequence, allocator: Allocator) -> int:
     """Return the blocks that a running sequence still takes until the end of its prefill."""
-    return max(0, allocator.num_blocks_for(len(sequence.token_ids)) - len(block_table(sequence)))
-
-
-def block_table(sequence: TokenSequence) -> Sequence[BlockId]:
-    """Return the blocks of a running sequence."""
-    assert sequence.allocation is not None
-    return sequence.allocation.block_table
+    return max(0, allocator.num_blocks_for(len(sequence.token_ids)) - len(sequence.blocks.block_table))

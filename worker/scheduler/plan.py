@@ -61,21 +61,19 @@ class PlannedChunk(Struct, eq=False):
 
     def _draft_step(self, choice: RequestChoice, index: int, allowed: object) -> SequenceStep:
         """Return the decode of draft token `index - 1`, which may be wrong."""
-        allocation = self.sequence.allocation
-        assert allocation is not None
+        blocks = self.sequence.blocks
         position = self.stop + index
         return SequenceStep(
             token_ids=self.draft_ids[index - 1 : index],
             start=position - 1,
-            block_table=allocation.block_table,
-            slots=allocation.slots(position - 1, position),
+            block_table=blocks.block_table,
+            slots=blocks.slots(position - 1, position),
             sampling_rows=(self._sampling_row(choice, allowed, self.draft_ids[:index]),),
             is_draft=True,
         )
 
     def _sequence_step(self) -> SequenceStep:
-        sequence = self.sequence
-        assert sequence.allocation is not None
+        sequence, blocks = self.sequence, self.sequence.blocks
         at_end = self.stop >= len(sequence.token_ids) and sequence.sampling.max_tokens > 0
         self.sampled_choices = tuple(sequence.choices) if at_end else ()
         num_prompt_logprobs, next_token_ids = self._prompt_logprobs()
@@ -87,8 +85,8 @@ class PlannedChunk(Struct, eq=False):
         return SequenceStep(
             token_ids=(0,) if is_async else sequence.token_ids[self.start : self.stop],
             start=self.start,
-            block_table=sequence.allocation.block_table,
-            slots=sequence.allocation.slots(self.start, self.stop),
+            block_table=blocks.block_table,
+            slots=blocks.slots(self.start, self.stop),
             sampling_rows=tuple(rows),
             num_prompt_logprobs=num_prompt_logprobs,
             next_token_ids=next_token_ids,

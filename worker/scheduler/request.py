@@ -227,6 +227,12 @@ class TokenSequence:
         return BlockHash(self.request.wire.root)
 
     @property
+    def blocks(self) -> Allocation:
+        """The blocks of a running sequence."""
+        assert self.allocation is not None, "a waiting sequence holds no blocks"
+        return self.allocation
+
+    @property
     def num_pending(self) -> int:
         """Tokens whose KV is not written."""
         return len(self.token_ids) - self.num_computed
@@ -263,12 +269,11 @@ class TokenSequence:
 
     def fork(self) -> list[TokenSequence]:
         """Return one sequence per choice, which share all computed blocks. The first is this one."""
-        assert self.allocation is not None
         first, *rest = self.choices
         branches = [self]
         for choice in rest:
             branch = TokenSequence(self.request, [choice], self.token_ids.copy())
-            branch.allocation = self.allocation.fork()
+            branch.allocation = self.blocks.fork()
             branch.num_computed = self.num_computed
             branch.block_hashes = self.block_hashes.copy()
             branches.append(branch)

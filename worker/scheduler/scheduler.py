@@ -183,8 +183,7 @@ class Scheduler:
         if len(self.waiting) > 0 and (len(plan.chunks) < self.limits.max_num_seqs or self._admission.must_yield()):
             return None
         for sequence, chunk in plan.chunks.items():
-            assert sequence.allocation is not None
-            if not sequence.allocation.extend(chunk.stop):
+            if not sequence.blocks.extend(chunk.stop):
                 return None  # earlier sequences keep their new blocks, and need them soon
         plan.copies = self.allocator.take_copies()
         self._admission.end_step(admitted=False, decoded=True)
@@ -203,8 +202,7 @@ class Scheduler:
             self._finished_in_flight.pop().release()
         destinations = {copy.destination for copy in copies}
         for sequence in self.running if destinations else ():
-            assert sequence.allocation is not None
-            if not destinations.isdisjoint(sequence.allocation.block_table):
+            if not destinations.isdisjoint(sequence.blocks.block_table):
                 self._admission.preempt(sequence)
         yield from plan.by_request()
 
@@ -257,8 +255,7 @@ class Scheduler:
 
     def _make_room(self, sequence: TokenSequence, num_tokens: int, plan: StepPlan) -> bool:
         """Allocate blocks for `num_tokens`, and preempt the last sequences for them. False: it was preempted itself."""
-        assert sequence.allocation is not None
-        while not sequence.allocation.extend(num_tokens):
+        while not sequence.blocks.extend(num_tokens):
             if self._fetcher is not None and self._fetcher.give_up_latest():
                 continue
             victim = self.running.last
@@ -355,9 +352,8 @@ class Scheduler:
             if (end := request.finish_reason(choice, self._eos_token_ids)) is not None:
                 break
         if len(token_ids) > 1:
-            assert sequence.allocation is not None
             sequence.num_computed += len(token_ids) - 1
-            sequence.allocation.commit(sequence.token_ids, sequence.num_computed)
+            sequence.blocks.commit(sequence.token_ids, sequence.num_computed)
         outputs = [EngineOutput(request.key, Tokens(choice.index, tuple(token_ids), tuple(logprobs) or None))]
         if end is not None:
             outputs.append(self._finish_choice(request, choice, *end))

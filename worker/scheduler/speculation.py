@@ -35,9 +35,7 @@ class Speculation:
             return
         drafters = {chunk: _drafter(chunk.sequence) for chunk in plan.chunks.values()}
         for chunk, num_drafts in self._choose(drafters, max_rows - len(plan.chunks)).items():
-            allocation = chunk.sequence.allocation
-            assert allocation is not None
-            if allocation.extend(chunk.stop + num_drafts):
+            if chunk.sequence.blocks.extend(chunk.stop + num_drafts):
                 chunk.draft_ids = _up_to_end(drafters[chunk].draft(num_drafts), chunk.sequence, eos_token_ids)
 
     def would_draft(self, plan: StepPlan) -> bool:
