@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from cache.hashing import index_entry
@@ -22,28 +23,22 @@ MAX_FOREIGN_BYTES: Final = 64 << 10
 """Longer names and values are not a worker's, whatever its version: they are removed."""
 
 
+@dataclass(eq=False)
 class RegistryUpkeep:
     """Reads and cleans the registry of a shard. Owned by an `IndexWriter`."""
 
-    def __init__(
-        self,
-        client: RedisClient,
-        transactions: Transactions,
-        keys: Keys,
-        signer: Signer,
-        worker_id: WorkerId,
-        settings: WriterSettings,
-        count: Callable[[str], None],
-    ) -> None:
-        """`worker_id` is the owner's, which is never removed; `count` counts "invalid" and "stale" values."""
-        self._client = client
-        self._transactions = transactions
-        self._keys = keys
-        self._signer = signer
-        self._own_field = worker_id.encode()
-        self._dead_after_s = settings.dead_after_s
-        self._count = count
-        self._hashes = HashReader(client, keys, settings.timeout_s)
+    _client: RedisClient
+    _transactions: Transactions
+    _keys: Keys
+    _signer: Signer
+    _worker_id: WorkerId
+    """The owner's, which is never removed."""
+    _settings: WriterSettings
+    _count: Callable[[str], None]
+    """Counts "invalid" and "stale" values."""
+
+    def __post_init__(self) -> None:
+        self._hashes = HashReader(self._client, self._keys, self._settings.timeout_s)
 
     async def workers(self) -> list[RegistryEntry]:
         """Return the registry of the shard; empty if it cannot be read."""
@@ -78,8 +73,8 @@ class RegistryUpkeep:
         except ReplyError as error:
             self._client.reconnect(str(error))
             return 0
-        limit_ms = now_ms - int(self._dead_after_s * 1000)
-        dead = [field for field, value in states.pairs if field != self._own_field and _is_dead(value, limit_ms)][:1000]
+        limit_ms, own = now_ms - int(self._settings.dead_after_s * 1000), self._worker_id.encode()
+        dead = [field for field, value in states.pairs if field != own and _is_dead(value, limit_ms)][:1000]
         if dead:
             await self._transactions.run(removal(self._keys, dead))
             logger.info("removed %d dead members from the registry", len(dead))
