@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 from cache.allocators.hash import HashAllocation, HashAllocator
 from cache.types import BlockHash, ChainLink
@@ -34,18 +34,10 @@ _LAG_S: Final = 0.5
 
 
 class BlockReader(Protocol):
-    """Blocks of a chain, read in its order."""
+    """Blocks of a chain, read in its order. One that may wait also has `interrupt`: then its read fails at once."""
 
     def read(self, link: ChainLink, payload: memoryview, use: Callable[[memoryview], object]) -> bool:
         """Give the block to `use`, in `payload` or in place. False: a miss, and what was copied is undefined."""
-
-
-@runtime_checkable
-class Interruptible(Protocol):
-    """A reader that may block."""
-
-    def interrupt(self) -> None:
-        """Make a waiting read fail at once. Any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +71,8 @@ class PrefixFetch:
     """Nothing may be written after this. Set by the engine thread."""
     finished: bool = False
     """The thread has nothing left to read."""
-    waits_at: Interruptible | None = None
-    """The reader of the thread, if it may wait. Under `lock`."""
+    interrupt: Callable[[], None] | None = None
+    """The method of the thread's reader, if it may wait. Under `lock`."""
 
     def num_fetched_blocks(self, num_cached: int) -> dict[str, int]:
         """Return the blocks that came and are among the first `num_cached` of the chain, by place."""
@@ -247,8 +239,8 @@ class FetchQueue:
     def _end(self, fetch: PrefixFetch) -> None:
         with fetch.lock:  # the thread holds it while it fills one block
             fetch.ended = True
-            if fetch.waits_at is not None:
-                fetch.waits_at.interrupt()
+            if fetch.interrupt is not None:
+                fetch.interrupt()
         fetch.allocation.fill(fetch.num_arrived)
         fetch.allocation.free()
         self.active.remove(fetch)
@@ -280,7 +272,7 @@ class FetchQueue:
             try:
                 with source.open(links) as reader:
                     with fetch.lock:
-                        fetch.waits_at = reader if isinstance(reader, Interruptible) else None
+                        fetch.interrupt = getattr(reader, "interrupt", None)
                     for link in links:
                         copy = partial(self._copy, fetch, link)
                         if fetch.ended or not reader.read(link, payload, copy) or not self._arrived(fetch, link):
