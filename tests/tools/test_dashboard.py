@@ -12,7 +12,7 @@ from server.usage.totals import UsageTotals
 from tests.k8s.metric_names import names_in_alerts, names_in_dashboard, names_in_scrape
 from tests.server.test_metrics import fleet_metrics
 from tools import dashboard
-from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.metrics import VllmNames, WorkerMetrics
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def declared() -> set[str]:
     gateway, worker = GatewayMetrics(), WorkerMetrics()
     gateway.registry.register(fleet_metrics())
     gateway.registry.register(UsageTotals())
-    worker.add_vllm_names("m")
+    worker.registry.register(VllmNames(worker, "m"))
     return names_in_scrape(generate_latest(gateway.registry).decode()) | names_in_scrape(worker.render().decode())
 
 

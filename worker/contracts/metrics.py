@@ -99,10 +99,6 @@ class WorkerMetrics:
         )
         self.index_entries = gauge("index_entries", "Blocks that this worker has to publish or has published")
 
-    def add_vllm_names(self, model: str) -> None:
-        """Export what vLLM measures too under its names. Adapters do not: their engines export these themselves."""
-        self.registry.register(VllmNames(self, model))
-
     def render(self) -> bytes:
         """Return the Prometheus text format."""
         return generate_latest(self.registry)
@@ -175,7 +171,7 @@ class WorkerMetrics:
 
 
 class VllmNames(Collector):
-    """A worker's samples under vLLM's names, copied at each scrape.
+    """A worker's samples under vLLM's names, copied at each scrape. Adapters lack it: their engines export their own.
 
     Gateways export vLLM's gauges, and what clients see: no sample has the same name at both, as sums would count twice.
     """

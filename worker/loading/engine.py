@@ -27,7 +27,7 @@ from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.proof import gateway_token
 from worker.config import WorkerConfig, default_step_tokens
 from worker.contracts.engine import EngineSinks
-from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.metrics import VllmNames, WorkerMetrics
 from worker.contracts.rates import StepCost
 from worker.engine.engine import EngineCore
 from worker.files.embedding import find_pooling
@@ -138,7 +138,7 @@ def build_engine(
         speculation = Speculation(config.speculate, StepCost(parts.rate.seconds(1), parts.rate.step_tokens))
     fetcher = None if transfers is None else transfers.fetches
     scheduler = Scheduler(allocator, parts.limits, parts.bundle.eos_token_ids, speculation, fetcher)
-    metrics.add_vllm_names(parts.bundle.model)
+    metrics.registry.register(VllmNames(metrics, parts.bundle.model))
     report(f"{parts.num_blocks} blocks of {config.block_size} tokens, prefill {parts.rate.tokens_per_s:.0f} tokens/s")
     return EngineCore(
         scheduler,

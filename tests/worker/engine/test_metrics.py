@@ -8,13 +8,13 @@ from tests.waiting import HANG_S
 from tests.worker.engine.threaded_engine import BLOCK_SIZE, ThreadedEngine
 from tests.worker.scheduler.engine import generate
 from worker.contracts.engine import EngineOutput, RequestKey, StepLog
-from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.metrics import VllmNames, WorkerMetrics
 from worker.engine import inflight
 from worker.wire import Tokens
 
 
 def test_vllms_names_have_the_same_values(threaded: ThreadedEngine) -> None:
-    threaded.metrics.add_vllm_names("m")
+    threaded.metrics.registry.register(VllmNames(threaded.metrics, "m"))
 
     def vllm(name: str) -> float | None:
         return threaded.metrics.registry.get_sample_value(f"vllm:{name}", {"model_name": "m"})
