@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from cache.allocators.hash import HashAllocator
 from cache.stores.base import BlockStore
 from cache.types import BlockHash, ChainLink
 from worker.kv_transfer.pool_blocks import PoolBlocks
@@ -27,12 +26,9 @@ _NICE: Final = 10
 class BlockSaver:
     """Saves the blocks that the engine thread offers, each after the blocks before it in its chain."""
 
-    def __init__(
-        self, store: BlockStore, allocator: HashAllocator, pool: PoolBlocks, saved: Callable[[BlockStore, int], None]
-    ) -> None:
+    def __init__(self, store: BlockStore, pool: PoolBlocks, saved: Callable[[BlockStore, int], None]) -> None:
         """`saved` receives the number of blocks just saved, in this thread."""
         self._store = store
-        self._allocator = allocator
         self._pool = pool
         self._saved = saved
         self.queue: deque[BlockHash] = deque(maxlen=_MAX_QUEUED)
@@ -93,7 +89,7 @@ class BlockSaver:
         version = self._store.version
         missing: list[ChainLink] = []
         while block_hash not in self._store:
-            link = self._allocator.link(block_hash)
+            link = self._pool.allocator.link(block_hash)
             if link is None:
                 return 0
             missing.append(link)

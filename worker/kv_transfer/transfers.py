@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from http.client import HTTPException
 from typing import Final, TypeVar
@@ -46,47 +46,40 @@ _ADOPT_S: Final = 10.0
 PEER: Final = "peer"
 
 
+@dataclass(eq=False)
 class KVTransfers:
     """Owned by the engine. Any thread may call `read_record` and `close`.
 
     Its coroutines run on the event loop, its other public methods on the engine thread.
     """
 
-    def __init__(
-        self,
-        pool: PoolBlocks,
-        prefill_rate: PrefillRate,
-        stores: Sequence[BlockStore],
-        record: RecordFormat,
-        peers: PeerClient | None,
-        metrics: WorkerMetrics,
-        publisher: PublisherInbox | None = None,
-    ) -> None:
-        """`stores`: below the pool, the fastest first. Without `peers`, no block comes from other workers.
+    _pool: PoolBlocks
+    prefill_rate: InitVar[PrefillRate]
+    _stores: Sequence[BlockStore]
+    """Those below the pool, the fastest first."""
+    record: RecordFormat
+    _peers: PeerClient | None
+    """Without it, no block comes from other workers."""
+    _metrics: WorkerMetrics
+    _publisher: PublisherInbox | None = None
+    """Receives the events of the stores."""
+    mailbox: Mailbox = field(default_factory=Mailbox, init=False)
+    """Runs commands on the engine thread, for the engine too."""
+    _adoptions: dict[PrefixFetch, Future[int]] = field(default_factory=dict, init=False)
+    _reporting: threading.Lock = field(default_factory=threading.Lock, init=False)
+    """Keeps the events of a store in order: several threads report them."""
 
-        `publisher` receives the events of the stores.
-        """
-        allocator = pool.allocator
-        self.record = record
-        self.layout = "" if peers is None else record.fingerprint
+    def __post_init__(self, prefill_rate: PrefillRate) -> None:
+        pool, allocator, stores = self._pool, self._pool.allocator, self._stores
+        self.layout = "" if self._peers is None else self.record.fingerprint
         """The fingerprint of its records; empty: no peers are configured."""
         self.num_blocks = allocator.num_blocks
-        self._allocator = allocator
-        self._pool = pool
         self.new_payload = pool.new_payload
-        self._stores = stores
-        self._peers = peers
-        self._metrics = metrics
-        self.mailbox = Mailbox()
-        """Runs commands on the engine thread, for the engine too."""
-        self._publisher = publisher
-        self._adoptions: dict[PrefixFetch, Future[int]] = {}
-        self._reporting = threading.Lock()
-        """Keeps the events of a store in order: several threads report them."""
+        self._allocator = allocator
         block_bytes, block_size = pool.num_bytes, allocator.block_size
         guesses = {store.tier: store.guess_bytes_per_s for store in stores} | {PEER: _PEER_BYTES_PER_S}
         self._rates = {place: TransferRate(guess * block_size / block_bytes) for place, guess in guesses.items()}
-        self.savers = {store.tier: BlockSaver(store, allocator, pool, self._saved) for store in stores}
+        self.savers = {store.tier: BlockSaver(store, pool, self._saved) for store in stores}
         wake = partial(self.mailbox.put, lambda: None)
         self.fetches = FetchQueue(allocator, pool, prefill_rate, self._sources, self._fetched, wake)
 

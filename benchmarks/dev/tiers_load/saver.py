@@ -47,7 +47,7 @@ class SaverBench:
         """Return what it takes to save all blocks, and that until the device has them."""
         with tempfile.TemporaryDirectory() as folder:
             store = DiskStore(Path(folder), self._record, 2 * self.num_bytes)
-            saver = BlockSaver(store, self._allocator, self._pool, lambda store, num_blocks: None)
+            saver = BlockSaver(store, self._pool, lambda store, num_blocks: None)
             saver.start_thread()
             begun_s = time.perf_counter()
             saver.offer(self._hashes)

@@ -43,7 +43,7 @@ class Pool:
         self.copier = BytesCopier(num_blocks)
         self.store = store
         self.num_saved = 0
-        self.saver = BlockSaver(store, self.allocator, PoolBlocks(self.allocator, self.copier), self._count)
+        self.saver = BlockSaver(store, PoolBlocks(self.allocator, self.copier), self._count)
 
     def _count(self, store: BlockStore, num_blocks: int) -> None:
         self.num_saved += num_blocks
