@@ -65,12 +65,11 @@ class DiskStore(BlockStore):
         self._next_segment = 0
         self._paused_until_s = 0.0
         self._failing = False
-        self._claim = ClaimedFolder(directory)
-        self._folder = self._claim.path
+        self._folder, self._claim = claim_folder(directory)
         try:
             self._recover()
         except OSError as error:
-            self._claim.release()
+            os.close(self._claim)
             raise ValueError(f"{self._folder} cannot be read: {error.strerror}") from error
 
     def clear(self) -> None:
@@ -81,8 +80,9 @@ class DiskStore(BlockStore):
             _delete(self._path(number))
 
     def close(self) -> None:
-        super().close()
-        self._claim.release()
+        if not self._closed:
+            super().close()
+            os.close(self._claim)
 
     def _read_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:
         segment, offset = self._locate(record)
@@ -242,28 +242,20 @@ def _delete(path: Path) -> None:
             logger.error("%s keeps its blocks: delete it by hand", path)
 
 
-class ClaimedFolder:
-    """`DIR/<n>` with the lowest n that no other process has claimed, so a restarted worker finds its blocks again.
+def claim_folder(parent: Path) -> tuple[Path, int]:
+    """Claim `DIR/<n>` with the lowest n that no other process has claimed: a restarted worker finds its blocks again.
 
-    The kernel holds the lock and releases it when the process ends.
+    Return it with the descriptor whose lock is the claim: the kernel releases it when that is closed, or the process
+    ends. Creates `parent` if it is missing. Raises ValueError.
     """
-
-    def __init__(self, parent: Path) -> None:
-        """Claim a folder in `parent`, and create `parent` if it is missing. Raises ValueError."""
-        try:
-            with suppress(FileExistsError):
-                parent.mkdir(mode=0o700)
-            if (problem := parent_problem(parent)) is not None:
-                raise ValueError(problem)
-            self.path, self._lock = next(filter(None, (_claim(parent / str(number)) for number in itertools.count())))
-        except OSError as error:
-            raise ValueError(f"{parent} cannot hold blocks: {error.strerror or error}") from error
-
-    def release(self) -> None:
-        """Release the folder for another process. May be called again."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+    try:
+        with suppress(FileExistsError):
+            parent.mkdir(mode=0o700)
+        if (problem := parent_problem(parent)) is not None:
+            raise ValueError(problem)
+        return next(filter(None, (_claim(parent / str(number)) for number in itertools.count())))
+    except OSError as error:
+        raise ValueError(f"{parent} cannot hold blocks: {error.strerror or error}") from error
 
 
 def parent_problem(parent: Path) -> str | None:
