@@ -362,13 +362,9 @@ class TokenizerBundle:
 
 
 T = TypeVar("T")
-_encode: Final = msgspec.msgpack.Encoder().encode
 _converting: Final = threading.Lock()
-
-
-def pack(message: object) -> bytes:
-    """Pack any message of this module or of `cache.records`."""
-    return _encode(message)
+pack: Final = msgspec.msgpack.Encoder().encode
+"""Packs any message of this module or of `cache.records`."""
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
@@ -387,7 +383,7 @@ def _checked(value: Any, kind: type[T]) -> T:
 
 def pack_request(request: GenerateRequest) -> bytes:
     """Pack a request with its prompt as u32 little-endian bytes, which is fast at any length."""
-    return _encode(msgspec.structs.asdict(request) | {"prompt_ids": encode_tokens(request.prompt_ids)})
+    return pack(msgspec.structs.asdict(request) | {"prompt_ids": encode_tokens(request.prompt_ids)})
 
 
 def unpack_request(data: bytes) -> GenerateRequest:

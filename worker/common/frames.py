@@ -8,10 +8,9 @@ from typing import Any, Final
 import msgpack
 import msgspec
 
-from worker.wire import FRAMES, MAX_FRAME_BYTES, Frame, TokenLogprobs, Tokens, WireError
+from worker.wire import FRAMES, MAX_FRAME_BYTES, Frame, TokenLogprobs, Tokens, WireError, pack
 
 _BUFFER_BYTES: Final = 4096  # an unpacker that had a longer frame keeps a larger buffer
-_encode: Final = msgspec.msgpack.Encoder().encode
 _decode_positions: Final = msgspec.msgpack.Decoder(list[TokenLogprobs | None]).decode
 
 
@@ -27,7 +26,7 @@ class PackedPositions:
         """Add the positions of a frame. Those that begin with None, for the first token, replace what is there."""
         if positions and positions[0] is None:
             self._parts = []
-        self._parts.append(_encode(positions))
+        self._parts.append(pack(positions))
 
     def __iter__(self) -> Iterator[TokenLogprobs | None]:
         for part in self._parts:
