@@ -136,8 +136,7 @@ class Gateway:
             metrics=self.metrics,
             fleet=reports or self.fleet,
             queue=queue,
-            is_served=self.models.is_served,
-            is_learning=self.models.is_learning,
+            models=self.models,
         )
         ignored_tools = IgnoredTools(strict_tools=config.strict_tools, strict_blocks=config.strict_blocks)
         self.endpoint = EndpointServices(

@@ -198,9 +198,9 @@ class Generation:
         if resumed and not self.client_has_output:  # start again from the prompt, on any worker
             for choice in self.choices:
                 choice.reset()
-        elif not resumed and not self._services.is_served(self.spec.model):
+        elif not resumed and not self._services.models.is_served(self.spec.model):
             raise RevisionGoneError from error
-        elif error.is_silent or self._services.is_learning(self.spec.model.name):
+        elif error.is_silent or self._services.models.is_learning(self.spec.model.name):
             await asyncio.sleep(4 * PAUSE_S)  # as often as workers are polled
             history.readmit_full()
         elif not (full or error.longest_context) and (history.readmit_lost() or history.may_wait()):

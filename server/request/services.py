@@ -13,7 +13,7 @@ import msgspec
 
 from cache.types import GatewayId
 from server.metrics import GatewayMetrics
-from server.models.served_model import ServedModel
+from server.models.registry import Models
 from server.rates import TokenBucket
 from server.request.choice import GenerationSpec
 from server.router.queue import RequestQueue
@@ -76,10 +76,7 @@ class RequestServices:
     watch: StallWatch
     metrics: GatewayMetrics
     fleet: Fleet
+    models: Models
     queue: RequestQueue[Any]
     budget: TokenBucket = field(default_factory=retry_budget)
     poison: PoisonCache = field(default_factory=PoisonCache)
-    is_served: Callable[[ServedModel], bool]
-    """Returns whether requests are still prepared for this revision of a model."""
-    is_learning: Callable[[str], bool]
-    """Returns whether this gateway learns another revision of a model, which has a ready worker."""
