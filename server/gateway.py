@@ -139,16 +139,8 @@ class Gateway:
             models=self.models,
         )
         ignored_tools = IgnoredTools(strict_tools=config.strict_tools, strict_blocks=config.strict_blocks)
-        self.endpoint = EndpointServices(
-            self.models,
-            self.requests,
-            config.ping_s,
-            config.request_timeout_s,
-            ignored_tools,
-            self._tracing,
-            config.clamp_max_tokens,
-            EngineTexts(self.models, self._client, self.fleet, ignored_tools, config),
-        )
+        texts = EngineTexts(self.models, self._client, self.fleet, ignored_tools, config)
+        self.endpoint = EndpointServices(config, self.models, self.requests, ignored_tools, self._tracing, texts)
         self.api = PublicApi(self.endpoint, self.fleet.live_workers)
 
         self.authenticator = Authenticator(self._keys, tenant_identity(secret, DEFAULT_TENANT), config.tenant_header)

@@ -287,7 +287,7 @@ class ChatEndpoint(ConversationEndpoint):
         """
         if not (_INPUT.search(body) and _is_of_responses(body)):
             request = await CHAT.read(body, limit)
-            return request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
+            return request.intent(clamps_max_tokens=self._services.config.clamp_max_tokens)
         given = await CHAT_OF_ITEMS.read(body, limit)
         intent = responses_intent(given)
         request = ChatRequest(

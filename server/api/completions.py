@@ -68,7 +68,7 @@ class CompletionEndpoint(GenerateEndpoint):
         )
         sampling = await params.with_sampling(sampling, request, model, num_sampled)
         _check_batch(sampling, len(prompts), num_sampled)
-        clamps = self._services.clamps_max_tokens or request.max_tokens is None
+        clamps = self._services.config.clamp_max_tokens or request.max_tokens is None
         limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=clamps)
         shared = replace(
             params.new_spec(response_id(self.prefix), model, identity, request, "prompt"),

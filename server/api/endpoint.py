@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from server.api.formatting import ResponseFormatter
 from server.api.prompts.ignored_tools import IgnoredTools
 from server.auth.identity import Identity, identity_of
+from server.config import GatewayConfig
 from server.errors import NotFoundError, RevisionGoneError, ShuttingDownError, UnavailableError, forget
 from server.event_loop import sliced
 from server.http.stream import CancelOnDisconnect, SseWriter, client_of
@@ -55,15 +56,11 @@ class EngineText(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EndpointServices:
+    config: GatewayConfig
     models: Models
     requests: RequestServices
-    ping_s: float
-    """The silence after which a stream gets a keep-alive."""
-    request_timeout_s: float
     ignored_tools: IgnoredTools
     tracing: Tracing | None
-    clamps_max_tokens: bool
-    """`max_tokens` of chats and completions is cut to what fits, as always for messages and responses."""
     engine_text: EngineText
     open_responses: set[ResponseStream] = field(default_factory=set)
     """The responses being written now."""
@@ -155,7 +152,7 @@ class GenerateEndpoint(ABC):
         usage = identity.usage
         context.route = self.route
         context.account = account = Account(tenant=identity.tenant, key=identity.key_name, route=self.route)
-        deadline_s = time.monotonic() + services.request_timeout_s
+        deadline_s = time.monotonic() + services.config.request_timeout_s
         if services.tracing is not None:
             context.begin_trace(services.tracing, scope)
         hints = read_hints(scope["headers"])
@@ -238,7 +235,7 @@ class GenerateEndpoint(ABC):
         await send({"type": "http.response.body", "body": b"".join(parts)})
 
     async def _stream(self, answer: Answer, account: Account, scope: Scope, send: Send) -> None:
-        context, client, response = CURRENT.get(), client_of(scope), answer.response
+        services, context, client, response = self._services, CURRENT.get(), client_of(scope), answer.response
         writer = SseWriter(send, response.headers, answer.formatter.ping, client.write)
         client.on_probe = writer.probe
         first_s = 0.0
@@ -260,7 +257,7 @@ class GenerateEndpoint(ABC):
                 await writer.write(events)
 
         try:
-            with self._services.guarded(client, answer.deadline_s), writer.kept_alive(self._services.ping_s):
+            with services.guarded(client, answer.deadline_s), writer.kept_alive(services.config.ping_s):
                 await answer.run(deliver)
                 last = await events_of(deltas) if (deltas := response.take_deltas()) else b""
             num_choices = sum([len(each.choices) for each in response.generations])
