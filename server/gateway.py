@@ -109,10 +109,10 @@ class Gateway:
         tls = None if self._worker_ca is None else self._worker_ca.context
         self._client = WorkerClient(gateway_token(secret), networks, tls)
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-        self.models = Models(self._client, self._executor, config, lambda name: self.fleet.may_have(name))
         self.fleet = Fleet(
             self._index, self._client.state, targets=config.workers, cluster_secret=secret, networks=networks
         )
+        self.models = Models(self._client, self._executor, config, self.fleet.may_have)
 
         queue = RequestQueue[asyncio.Future[Placement]](config.hold_s, config.max_queued_tokens)
         planner = CopyPlanner(time.monotonic, config.max_copies)
