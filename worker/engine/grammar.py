@@ -119,6 +119,8 @@ class GrammarCompiler:
         self._max_cached_bytes = max_cached_bytes
         self._threads = _threads_with_stacks()
         self._tokenizer: LLTokenizer | None = None
+        self._control_texts: frozenset[str] = frozenset()
+        """The texts of control tokens, plain and in JSON, both without backslashes. Known with the tokenizer."""
         self._tokenizer_lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._num_cached_bytes = 0
@@ -172,8 +174,11 @@ class GrammarCompiler:
             source = to_llguidance(grammar)
         except Exception as error:  # the reader of GBNF raises plain Exception
             raise ConstraintError(f"{grammar.kind}: {_first_line(str(error))}") from error
+        tokenizer, plain = self._get_tokenizer(), grammar.text.replace("\\", "")
+        if any(text in plain for text in self._control_texts):
+            source = _unforced(source)
         with _panics_are_errors():
-            matcher = LLMatcher(self._get_tokenizer(), source, log_level=0, limits=_PARSER_LIMITS)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=_PARSER_LIMITS)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # lazy parts of the lexer are built here, and may hit a limit
         if matcher.is_error():
@@ -197,10 +202,10 @@ class GrammarCompiler:
     def _get_tokenizer(self) -> LLTokenizer:
         with self._tokenizer_lock:
             if self._tokenizer is None:
-                bundle = self._bundle
-                self._tokenizer = LLTokenizer(
-                    bundle.tokenizer_json.decode(), n_vocab=bundle.vocab_size, eos_token=list(bundle.eos_token_ids)
-                )
+                bundle, text = self._bundle, self._bundle.tokenizer_json.decode()
+                added = [each["content"] for each in json.loads(text).get("added_tokens") or () if each.get("special")]
+                self._control_texts = frozenset([*added, *(json.dumps(each)[1:-1].replace("\\", "") for each in added)])
+                self._tokenizer = LLTokenizer(text, n_vocab=bundle.vocab_size, eos_token=list(bundle.eos_token_ids))
             return self._tokenizer
 
 
@@ -263,6 +268,14 @@ def _from_schema(schema: object, *, compact: bool) -> str:
     check_factors(schema)
     options: Any = compiler_options(compact=compact)
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+
+
+def _unforced(source: str) -> str:
+    """Return a grammar without the step that writes a fixed text as the tokenizer does, with its control tokens."""
+    if source.startswith("{"):
+        [part] = json.loads(source)["grammars"]
+        source = part["lark_grammar"] or f"start: %json {json.dumps(part['json_schema'])}"
+    return f'%llguidance {{"no_forcing": true}}\n{source}'
 
 
 def _choice_rule(options: object) -> str:
