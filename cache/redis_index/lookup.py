@@ -63,16 +63,6 @@ class ReaderSettings(IndexSettings):
     """Maximum interval between two reads, whatever its version: a reply may have been wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardHealth:
-    """The state of the connection to one shard."""
-
-    redis: str
-    """Its address, without a password."""
-    connected: bool
-    breaker_open: bool
-
-
 class RedisIndex:
     """`cache.records.PrefixIndex` over Redis. Needs `run()` in the event loop of its callers."""
 
@@ -121,8 +111,12 @@ class RedisIndex:
         """Return the registry as lookups last read it, at most `poll_s` ago while Redis answers."""
         return [entry for shard in self.shards for entry in shard.registry.entries()]
 
-    def health(self) -> list[ShardHealth]:
-        return [ShardHealth(shard.client.label, shard.client.up, shard.breaker_open) for shard in self.shards]
+    def health(self) -> list[dict[str, str | bool]]:
+        """Return the state of the connection to each shard as JSON values. Addresses are without a password."""
+        return [
+            {"redis": shard.client.label, "connected": shard.client.up, "breaker_open": shard.breaker_open}
+            for shard in self.shards
+        ]
 
 
 class Shard:

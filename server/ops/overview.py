@@ -153,7 +153,7 @@ class Overview(Collector):
     def index_state(self) -> dict[str, Any]:
         """Return the health of the shared index and of each of its shards."""
         shards = self.index.health() if isinstance(self.index, RedisIndex) else []
-        return {**self._index_health(), "shards": [asdict(shard) for shard in shards]}
+        return {**self._index_health(), "shards": shards}
 
     def _index_health(self) -> dict[str, Any]:
         return self.accuracy.state(lookup_failed=self.router.lookup_failed)

@@ -139,7 +139,7 @@ async def _connected(part: RedisIndex | IndexWriter | RedisClient) -> None:
     deadline_s = time.monotonic() + 20.0
     while time.monotonic() < deadline_s:
         client = part.client if isinstance(part, IndexWriter) else part
-        if client.health()[0].connected if isinstance(client, RedisIndex) else client.up:
+        if client.health()[0]["connected"] if isinstance(client, RedisIndex) else client.up:
             return
         await asyncio.sleep(0.001)
     raise SystemExit("no connection to Redis")

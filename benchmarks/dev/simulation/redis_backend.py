@@ -51,7 +51,7 @@ class RedisBackend:
         self._start(writer.run)
         self._run(self._until(lambda: writer.client.up))
         assert self._run(writer.rewrite([], WorkerLoad()))
-        self._run(self._until(lambda: self._index.health()[0].connected))
+        self._run(self._until(lambda: self._index.shards[0].client.up))
         self._run(self._until_known(member))
 
     def publish(self, worker_id: WorkerId, stored: Iterable[BlockHash], removed: Iterable[BlockHash]) -> None:

@@ -34,7 +34,7 @@ def entries(hashes: Sequence[BlockHash]) -> list[IndexEntry]:
 
 
 def is_connected(index: RedisIndex) -> bool:
-    return any(shard.connected for shard in index.health())
+    return any(shard["connected"] for shard in index.health())
 
 
 @asynccontextmanager

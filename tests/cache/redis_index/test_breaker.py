@@ -53,7 +53,7 @@ async def test_a_killed_redis_costs_little_and_comes_back(own_redis: RedisServer
     async with linked(writer, index):
         await hold(hashes, index, writer)
         own_redis.kill()
-        await until(lambda: not (writer.client.up or index.health()[0].connected))
+        await until(lambda: not (writer.client.up or index.health()[0]["connected"]))
         events.clear()
         for _ in range(20):
             assert await index.lookup(hashes) is None
@@ -70,7 +70,7 @@ async def test_missing_redis_is_no_error() -> None:
         await asyncio.sleep(0)
         assert await index.lookup(chain(3)) is None
         assert index.members() == []
-        assert not index.health()[0].connected
+        assert not index.health()[0]["connected"]
 
 
 def test_failures_in_a_row_open_the_breaker() -> None:

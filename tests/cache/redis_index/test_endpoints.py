@@ -61,7 +61,7 @@ async def test_tls_with_an_own_ca_users_and_a_key_prefix(folder: Path) -> None:
             await written(writer, 7)
             await until(becomes(index, HASHES, {"w": 7}))
             assert await matches(stranger, HASHES) is None, "a certificate of another CA"
-            assert not stranger.health()[0].connected
+            assert not stranger.health()[0]["connected"]
 
 
 # --- a Cluster --------------------------------------------------------------------------------------------------------

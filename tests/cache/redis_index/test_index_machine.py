@@ -282,7 +282,7 @@ async def test_leases_hold_with_a_host_clock_off_by_ten_minutes(
     writer = IndexWriter(redis_server.url, new_member(WorkerId("w0")), WriterSettings(timeout_s=HANG_S, lease_s=60.0))
     index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S))
     async with running(writer, index):
-        await until(lambda: writer.client.up and index.health()[0].connected)
+        await until(lambda: writer.client.up and index.health()[0]["connected"])
         assert await writer.rewrite([], WorkerLoad())
 
         async def alive() -> bool:
