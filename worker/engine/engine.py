@@ -195,7 +195,7 @@ class EngineCore:
             else:
                 self._reporter.assign(made)
                 if steps is not None:
-                    self._in_flight.log_steps(made, steps)
+                    self._in_flight.step_logs[made] = steps
             self._outputs.put(outputs)
 
         def refuse(error: BaseException) -> None:

@@ -56,8 +56,8 @@ class InFlightSteps:
     metrics: WorkerMetrics
     outputs: OutputBuffer
     watchdog: StepWatchdog
-    _step_logs: dict[Request, StepLog] = field(default_factory=dict, init=False)
-    """Logs of the traced requests."""
+    step_logs: dict[Request, StepLog] = field(default_factory=dict, init=False)
+    """Where the steps of each traced request are written, until it ends."""
     _batch_log: BatchLog | None = field(default=None, init=False)
     """The batch of the last step, if that had traced requests."""
     _launched: deque[_LaunchedStep] = field(default_factory=deque, init=False)
@@ -65,10 +65,6 @@ class InFlightSteps:
 
     def __len__(self) -> int:
         return len(self._launched)
-
-    def log_steps(self, request: Request, log: StepLog) -> None:
-        """Write the steps of a queued request to `log` until it ends."""
-        self._step_logs[request] = log
 
     @property
     def prefill_runs(self) -> bool:
@@ -135,7 +131,7 @@ class InFlightSteps:
             metrics.queue_s.observe(request.started_s - request.arrival_s)
             metrics.prompt_tokens.inc(len(request.prompt_ids))
             metrics.cached_tokens.inc(request.num_cached_tokens)
-            if (log := self._step_logs.get(request)) is not None:
+            if (log := self.step_logs.get(request)) is not None:
                 log.begun_s, log.num_cached_tokens = request.started_s, request.num_cached_tokens
         metrics.batch_size.observe(len(plan.chunks))
         if num_prefill_tokens:
@@ -167,9 +163,9 @@ class InFlightSteps:
     def _log_step(self, plan: StepPlan, begun_s: float, ended_s: float) -> None:
         """Write a step that has returned, and is not applied yet, to the logs of its traced requests."""
         members = []
-        for request, log in list(self._step_logs.items()):
+        for request, log in list(self.step_logs.items()):
             if request.key not in self.scheduler.requests:
-                del self._step_logs[request]
+                del self.step_logs[request]
                 continue
             chunks = [plan.chunks[sequence] for sequence in request.sequences if sequence in plan.chunks]
             if not chunks:

@@ -85,7 +85,7 @@ def test_consecutive_decodes_of_the_same_requests_are_one_batch(threaded: Thread
         if batch.kind == "decode":
             assert batch.num_tokens == batch.num_sequences * batch.num_steps
     threaded.wait(threaded.submit(2, generate([7], 1)))
-    assert not threaded.engine._in_flight._step_logs, "the log of a request that has ended is kept"
+    assert not threaded.engine._in_flight.step_logs, "the log of a request that has ended is kept"
 
 
 def test_a_request_keeps_the_first_of_many_batches(threaded: ThreadedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
