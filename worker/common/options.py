@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -50,7 +51,7 @@ def option(
     elif isinstance(default, int | float):
         arguments = {"type": type(default), **arguments}
     elif isinstance(default, tuple | frozenset):
-        arguments = {"type": comma_separated, **arguments, "action": "extend"}
+        arguments = {"type": methodcaller("split", ","), **arguments, "action": "extend"}
     if isinstance(default, int | float | str):
         arguments["default"] = default
     metadata = {"group": group, "flag": flag, "least": least, "most": most, "arguments": arguments}
@@ -137,10 +138,6 @@ class SharedConfig:
     def workers_ca(self) -> TlsFiles | None:
         """Load the CA of the workers. Raises ValueError."""
         return None if self.worker_ca is None else ca_files(self.worker_ca, self.worker_tls_name)
-
-
-def comma_separated(text: str) -> list[str]:
-    return text.split(",")
 
 
 def option_name(field: str) -> str:
