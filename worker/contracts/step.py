@@ -94,10 +94,6 @@ class Step:
     copies: Sequence[BlockCopy] = ()
     """Done first, in order."""
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
-
     def followed_rows(self, before: Sequence[SequenceStep]) -> list[Row]:
         """Return the rows of the step `before` that sample this step's tokens; empty if it follows none.
 

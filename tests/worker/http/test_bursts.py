@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from cache.allocators import make_allocator
-from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
+from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, step_tokens
 from tests.worker.scheduler.engine import BUNDLE, MEMBER, generate
 from worker.contracts.engine import EngineOutput, EngineSinks, RefusedError, RequestKey
 from worker.contracts.metrics import WorkerMetrics
@@ -75,7 +75,7 @@ class Server(ArithmeticRunner):
         self._service.start(self._engine)
 
     def compute(self, step: Step) -> list[SequenceResult]:
-        self._pass(STEP_S + step.num_tokens / TOKENS_PER_S)
+        self._pass(STEP_S + step_tokens(step) / TOKENS_PER_S)
         return [SequenceResult((SampledToken(7),) * len(each.sampling_rows)) for each in step.sequences]
 
     def run(self, arrivals: Iterable[tuple[float, GenerateRequest]]) -> None:

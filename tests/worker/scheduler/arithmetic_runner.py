@@ -36,6 +36,10 @@ def answer(prompt_ids: Sequence[int], seed: int, max_tokens: int, stop_ids: Sequ
     return token_ids[len(prompt_ids) :]
 
 
+def step_tokens(step: Step) -> int:
+    return sum(len(each.token_ids) for each in step.sequences)
+
+
 def is_probe(step: Step) -> bool:
     return [each.block_table for each in step.sequences] == [(NULL_BLOCK,)]
 

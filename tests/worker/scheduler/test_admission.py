@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.allocators import PrefixCache
-from tests.worker.scheduler.arithmetic_runner import answer
+from tests.worker.scheduler.arithmetic_runner import answer, step_tokens
 from tests.worker.scheduler.engine import HandEngine, generate
 
 
@@ -94,7 +94,7 @@ def test_a_burst_with_one_prefix_computes_it_once() -> None:
     engine.finish()
     for i, request in enumerate(requests):
         assert engine.answer(request).tokens[0] == answer([*shared, i, i, i], 100, 4)
-    prefilled = sum(step.num_tokens for step in engine.runner.steps) - 9 * 3
+    prefilled = sum(map(step_tokens, engine.runner.steps)) - 9 * 3
     assert prefilled == 203 + 7 * 3 + 12
 
 

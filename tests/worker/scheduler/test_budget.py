@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.scheduler.arithmetic_runner import answer
+from tests.worker.scheduler.arithmetic_runner import answer, step_tokens
 from tests.worker.scheduler.engine import HandEngine, generate
 
 SOLO = {"max_num_batched_tokens": 512, "max_solo_prefill_tokens": 2048}
@@ -22,7 +22,7 @@ def test_a_short_prompt_starts_within_two_steps_of_a_long_one(limits: dict[str, 
         engine.step()
         num_steps += 1
     assert num_steps <= 2
-    assert engine.runner.steps[-1].num_tokens <= limits["max_num_batched_tokens"]
+    assert step_tokens(engine.runner.steps[-1]) <= limits["max_num_batched_tokens"]
 
 
 def test_a_solo_prefill_takes_large_steps() -> None:

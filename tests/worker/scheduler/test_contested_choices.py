@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.worker.device_streams import LateStream
-from tests.worker.scheduler.arithmetic_runner import answer
+from tests.worker.scheduler.arithmetic_runner import answer, step_tokens
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.scheduler.request import Request
 from worker.wire import End
@@ -70,7 +70,7 @@ def test_preempted_choices_stay_cached() -> None:
     contested.finish()
     check_tokens(contested, large)
     assert 30 <= contested.num_yielded <= 40
-    num_alone, num_contested = (sum(step.num_tokens for step in engine.runner.steps) for engine in (alone, contested))
+    num_alone, num_contested = (sum(map(step_tokens, engine.runner.steps)) for engine in (alone, contested))
     num_recomputed = num_contested - num_alone - sum(len(request.prompt_ids) + 3 for request in small)
     assert 0 <= num_recomputed <= contested.num_yielded * BLOCK_SIZE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.scheduler.arithmetic_runner import answer
+from tests.worker.scheduler.arithmetic_runner import answer, step_tokens
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.wire import End
 
@@ -68,7 +68,7 @@ def test_more_choices_than_a_batch_holds_run_in_groups() -> None:
     engine.finish()
     assert all(len(step.sequences) <= 3 for step in engine.runner.steps)
     assert engine.answer(request).tokens == {i: answer(range(10), 100 + i, 6) for i in range(8)}
-    assert sum(step.num_tokens for step in engine.runner.steps) == 10 + 2 + 2 + 8 * 5
+    assert sum(map(step_tokens, engine.runner.steps)) == 10 + 2 + 2 + 8 * 5
 
 
 def test_cached_output_does_not_count_as_cached_prompt() -> None:
