@@ -257,13 +257,6 @@ class ChatOfItems(ResponsesRequest, kw_only=True):
 BodyT = TypeVar("BodyT", bound=RequestFields)
 
 
-class NeutralValue:
-    """The type of a refused field: it accepts only the values that change nothing."""
-
-    name: ClassVar[str]
-    refusal: ClassVar[FieldRefusal]
-
-
 class BodyDecoder(Generic[BodyT]):
     """The decoder and the checks of one route's bodies."""
 
@@ -274,10 +267,8 @@ class BodyDecoder(Generic[BodyT]):
             name: refusal for name, refusal in REFUSED_FIELDS[route].items() if name not in honoured
         }
         self._text_field = kind.text_field
-        fields = [
-            (name, type("NeutralValue", (NeutralValue,), {"name": name, "refusal": refusal}) | None, None)
-            for name, refusal in self.refused.items()
-        ]
+        # A refused field has a type of its own, which accepts only the values that change nothing.
+        fields = [(name, type(name, (), {"refusal": refusal}) | None, None) for name, refusal in self.refused.items()]
         decoded = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
         # Not strict: clients of typed languages send 100.0 for 100, and forms send "100".
         self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_neutral, strict=False).decode
@@ -298,7 +289,7 @@ def _accept_neutral(kind: Any, value: object) -> Any:
     if isinstance(value, dict):  # null equals absent
         value = {name: item for name, item in value.items() if item is not None}
     if value not in kind.refusal.neutral:
-        raise unsupported(kind.name, kind.refusal.why, kind.refusal.details)
+        raise unsupported(kind.__name__, kind.refusal.why, kind.refusal.details)
     return kind()
 
 
