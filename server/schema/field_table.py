@@ -33,6 +33,10 @@ class FieldRefusal:
     details: Mapping[str, Any] | None = None
     """See `ApiError`."""
 
+    @property
+    def advised_field(self) -> str:
+        return self.why.partition("use ")[2].partition(" ")[0].rstrip(",")
+
 
 def _refusals(section: Mapping[str, Any]) -> dict[str, FieldRefusal]:
     rows = [*section["refused"]]

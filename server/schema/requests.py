@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 
 import msgspec
@@ -263,9 +264,12 @@ class BodyDecoder(Generic[BodyT]):
     def __init__(self, kind: type[BodyT], route: str, ignored: tuple[str, ...] = ()) -> None:
         """`ignored`: fields that the route refuses, but not in this kind of body."""
         honoured = {*kind.__struct_fields__, *ignored}
+        refused = {name: refusal for name, refusal in REFUSED_FIELDS[route].items() if name not in honoured}
+        advised = {name: refused.get(refusal.advised_field, refusal) for name, refusal in refused.items()}
         self.refused: Mapping[str, FieldRefusal] = {
-            name: refusal for name, refusal in REFUSED_FIELDS[route].items() if name not in honoured
+            name: replace(refusal, why=advised[name].why) for name, refusal in refused.items()
         }
+        """With the reason of the advised field, if that is refused too."""
         self._text_field = kind.text_field
         # A refused field has a type of its own, which accepts only the values that change nothing.
         fields = [(name, type(name, (), {"refusal": refusal}) | None, None) for name, refusal in self.refused.items()]

@@ -25,6 +25,7 @@ from tests.server.conftest import ANSWER, CHATML, bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import post
+from tools.reference import ROUTES
 
 ENGINES: Final = tomllib.loads((Path(__file__).parents[1] / "data" / "engine_fields.toml").read_text())
 MESSAGES_PATH: Final = "/v1/messages"
@@ -116,8 +117,6 @@ CHAT_VALUES: Final = {
     "logprobs": {"logprobs": True},
     "top_logprobs": {"top_logprobs": 2, "logprobs": True},
     "parallel_tool_calls": {"parallel_tool_calls": False, "tools": [TOOL], "tool_choice": "required"},
-    "tool_choice": {"tool_choice": "required", "tools": [TOOL]},
-    "tools": {"tools": [TOOL]},
 }
 RESPONSES_TOOL: Final = {"type": "function", **TOOL["function"]}
 RESPONSES_VALUES: Final = {
@@ -179,6 +178,12 @@ def test_every_known_field_has_an_entry(path: str) -> None:
     entries = {*KINDS[path].__struct_fields__, *REFUSED_FIELDS[path], *IGNORED}
     assert {field: who for field, who in known(path).items() if field not in entries} == {}
     assert not set(IGNORED) & {*KINDS[path].__struct_fields__, *REFUSED_FIELDS[path]}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_refusal_advises_no_field_that_is_refused(route: str) -> None:
+    refused = ROUTES[route]
+    assert {name: row.why for name, row in refused.items() if row.advised_field in refused} == {}
 
 
 @pytest.mark.parametrize("path", BODIES)
