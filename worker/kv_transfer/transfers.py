@@ -48,7 +48,7 @@ PEER: Final = "peer"
 
 @dataclass(eq=False)
 class KVTransfers:
-    """Owned by the engine. Any thread may call `read_record` and `close`.
+    """A `worker.contracts.exchange.BlockExchange`. Owned by the engine. Any thread may call `read_record` and `close`.
 
     Its coroutines run on the event loop, its other public methods on the engine thread.
     """
@@ -143,7 +143,6 @@ class KVTransfers:
         return self.record.header(link, payload)
 
     async def adopt(self, url: str, epoch: str, chain: OfferedChain) -> int:
-        """See `worker.contracts.exchange.BlockExchange`."""
         assert self._peers is not None, "no peers are configured"
         root, hashes = BlockHash(chain.root), chain.block_hashes()
         open_peer = partial(self._peers.fetching, url, epoch, background=True)
@@ -165,7 +164,6 @@ class KVTransfers:
     async def ask(
         self, url: str, epoch: str, message: ChainsWanted | Handover, answer: type[T], timeout_s: float
     ) -> T | None:
-        """See `worker.contracts.exchange.BlockExchange`."""
         assert self._peers is not None, "no peers are configured"
         try:
             return await asyncio.to_thread(self._peers.ask, url, epoch, message, answer, timeout_s)
@@ -174,7 +172,6 @@ class KVTransfers:
             return None
 
     async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
-        """See `worker.contracts.exchange.BlockExchange`."""
         chains = self.mailbox.call(lambda: self._allocator.recent_chains(max_blocks))
         return [OfferedChain.of(chain) for chain in await asyncio.wrap_future(chains)]
 
