@@ -7,7 +7,7 @@ does not come, is an error.
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 from starlette.requests import ClientDisconnect
@@ -37,11 +37,8 @@ def checked_coding(value: bytes, before: str = "") -> str:
     return coding or before
 
 
-async def unpacked(coding: str, receive: Receive) -> AsyncGenerator[Message]:
-    """Yield the parts of a compressed body, as they come, and then what the connection's own `receive` gives.
-
-    Raises InvalidRequestError and BodyTooLargeError.
-    """
+async def unpacked(coding: str, receive: Receive) -> AsyncIterator[Message]:
+    """Yield the parts of a compressed body, as they come. Raises InvalidRequestError and BodyTooLargeError."""
     decoder, time_slice, num_packed, num_unpacked, has_more = None, TimeSlice(), 0, 0, True
     while has_more:
         message = await receive()
@@ -59,9 +56,6 @@ async def unpacked(coding: str, receive: Receive) -> AsyncGenerator[Message]:
             await time_slice.rest()
     if decoder is None or not decoder.eof:
         raise InvalidRequestError(f"The {coding} body ends before its last byte.")
-    yield {"type": "http.request", "body": b"", "more_body": False}
-    while True:
-        yield await receive()
 
 
 def _decoder(coding: str, first: int) -> Any:

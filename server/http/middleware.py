@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final
 
 from starlette.applications import Starlette
@@ -185,8 +186,7 @@ def body_limit(app: ASGIApp, max_bytes: int, needed: Callable[[], int | None] = 
             raise BodyTooLargeError(f"{message}: send less text.")
 
     def call(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        num_bytes = 0
-        coding = ""
+        num_bytes, coding, source = 0, "", receive
         for name, value in scope["headers"]:
             if name == b"content-length":
                 check(int(value))
@@ -194,8 +194,10 @@ def body_limit(app: ASGIApp, max_bytes: int, needed: Callable[[], int | None] = 
                 coding = checked_coding(value, coding)
 
         async def counted() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, source
             message = await source()
+            if not message.get("more_body"):
+                source = receive  # the answer holds nothing of the body
             body = message.get("body", b"")
             if not num_bytes and body.startswith(codecs.BOM_UTF8):  # PowerShell and .NET send one
                 message["body"] = body[len(codecs.BOM_UTF8) :]
@@ -203,7 +205,9 @@ def body_limit(app: ASGIApp, max_bytes: int, needed: Callable[[], int | None] = 
             check(num_bytes)
             return message
 
-        source = unpacked(coding, receive).__anext__ if coding else receive
+        if coding:
+            end = {"type": "http.request", "body": b"", "more_body": False}
+            source = partial(anext, unpacked(coding, receive), end)
         return app(scope, counted, send)
 
     return call
