@@ -144,7 +144,7 @@ def _unenforced_numbers(node: Node) -> Iterator[str]:
         bound = node.get(keyword)
         if not isinstance(bound, int | float) or isinstance(bound, bool):
             continue
-        if abs(bound) > _MAX_EXACT:
+        if not abs(bound) <= _MAX_EXACT:  # or it is NaN
             if not (is_integer and keyword == "maximum" and bound > 0 and node.get("minimum", -1) == 0):
                 yield keyword
         elif keyword.startswith("exclusive") and not is_integer and bound == int(bound):
