@@ -61,7 +61,7 @@ async def grammar_schema(given: Node, param: str, *, strict: bool, name: str = "
     references, time_slice, relaxed = References(), TimeSlice(), list[str]()
 
     def relax(path: Path, node: Node, keyword: str) -> None:
-        field = param + "".join(map(_step, (*path, keyword)))
+        field = param + "".join(map(field_step, (*path, keyword)))
         if strict and not _is_float_limit(node[keyword]):
             raise invalid(field, "cannot be enforced by a grammar: leave it out, or leave strict out")
         relaxed.append(field)
@@ -82,6 +82,8 @@ async def grammar_schema(given: Node, param: str, *, strict: bool, name: str = "
             refers = True
             if references.target(node) is None:
                 relax(path, node, "$ref")
+            else:
+                node["$ref"] = references.absolute(node)
         await time_slice.rest()
     if not refers:
         del schema["$id"]
@@ -232,7 +234,7 @@ def _written(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _step(step: str) -> str:
+def field_step(step: str) -> str:
     """Write a step of a path in a schema as a part of a field's name."""
     if step.isascii() and step.replace("$", "_").replace("-", "_").isidentifier():
         return f".{step[:64]}"

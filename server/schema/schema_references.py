@@ -60,6 +60,10 @@ class References:
             path = (*path, token)
         return (path, found, uri) if isinstance(found, dict | bool) else None
 
+    def absolute(self, node: Node) -> str:
+        """Return the `$ref` of a node that was added, for a compiler that may come to it by another reference."""
+        return urljoin(self._bases[id(node)], str(node["$ref"]))
+
     def resolve(self, option: Any) -> Node:
         """Return an option that was added, or the schema that it refers to; {} if there is none."""
         for _ in range(8):  # references to references: a longer chain is taken as a loop

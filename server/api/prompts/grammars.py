@@ -102,20 +102,22 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRule
     else:
         schema = list_schema(forms, "parameters") | {"$defs": forms.definitions, "x-guidance": {"lenient": True}}
         grammar = Grammar("json_schema", json.dumps(schema))
-    return Constraint(grammar, answer.param, answer.relaxed + (forms.relaxed if grammar is not None else ()))
+    return Constraint(grammar, answer.param, answer.relaxed + (tuple(forms.relaxed) if grammar is not None else ()))
 
 
 async def _forms(tools: Sequence[FunctionDefinition], intent: ChatIntent, model: ServedModel) -> GrammarTools:
     """Check the tools' schemas. Each becomes a definition under its tool's name. Raises InvalidRequestError."""
     definitions, relaxed = dict[str, Any](), list[str]()
+    fields = {tool.name: f"tools[{tool.name}].{intent.names.tool_schema}" for tool in tools}
     for tool in tools:
-        param = f"tools[{tool.name}].{intent.names.tool_schema}"
-        checked = await grammar_schema(tool.arguments_schema, param, strict=bool(tool.strict), name=tool.name)
+        checked = await grammar_schema(
+            tool.arguments_schema, fields[tool.name], strict=bool(tool.strict), name=tool.name
+        )
         definitions[tool.name] = checked.schema
         relaxed += checked.relaxed
     parameters = {tool.name: tool.arguments_schema for tool in tools}
     parallel = intent.parallel_tool_calls and intent.named_tool is None
-    return GrammarTools(parameters, definitions, tuple(relaxed), parallel, model.tokenizer)
+    return GrammarTools(parameters, definitions, fields, relaxed, parallel, model.tokenizer)
 
 
 def _answer_or_calls(answer: Grammar, forms: GrammarTools, model: ServedModel) -> Grammar:

@@ -115,13 +115,18 @@ def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     lists = [schema.get(key) for key in ("anyOf", "oneOf", "allOf")]
     for option in [option for options in lists if isinstance(options, list) for option in options]:
         found |= _schema_types(option, root, depth - 1)
+    return found | _schema_types(referred(schema, root), root, depth - 1)
+
+
+def referred(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+    """Return what a schema refers to within the root; None if it does not."""
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        target: Any = root
-        for step in filter(None, reference[1:].split("/")):
-            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        found |= _schema_types(target, root, depth - 1)
-    return found
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    target: Any = root
+    for step in filter(None, reference[1:].split("/")):
+        target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+    return target
 
 
 def typed(text: str, types: frozenset[str]) -> str:

@@ -204,8 +204,10 @@ class GrammarTools:
     """The JSON schemas of the arguments, by the tools' names."""
     definitions: dict[str, Any]
     """The same, checked for a grammar."""
-    relaxed: tuple[str, ...]
-    """The fields of the schemas that no grammar enforces."""
+    fields: Mapping[str, str]
+    """The client's fields that have the schemas, by the tools' names."""
+    relaxed: list[str]
+    """The fields of the schemas that no grammar enforces. Rules add theirs."""
     parallel: bool
     """Several calls are allowed."""
     tokenizer: Tokenizer

@@ -9,10 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from server.text.formats.arguments import Tags, types_of
+from server.schema.grammar_schema import field_step
+from server.text.formats.arguments import Tags, referred, types_of
 from server.text.formats.base import GrammarTools
 from server.text.formats.calls import Syntax
 
+_TEXT_KEYWORDS: Final = ("pattern", "format", "minLength", "maxLength", "anyOf", "oneOf", "allOf", "$ref")
+"""No rule holds a text between tags to these."""
 _OPEN_SCHEMA: Final = ("anyOf", "oneOf", "allOf", "$ref", "additionalProperties", "patternProperties")
 
 
@@ -99,9 +102,15 @@ class _Arguments:
     def _text(self, name: str, key: str, end: str) -> str:
         """Add the rule of a text that ends with a marker. Return its name."""
         own = self._properties.get(key)
-        options = own.get("enum", [own["const"]] if "const" in own else None) if isinstance(own, Mapping) else None
+        own = own if isinstance(own, Mapping) else {}
+        target = referred(own, self._schema)
+        values = target if isinstance(target, Mapping) else own
+        options = values.get("enum", [values["const"]] if "const" in values else None)
         if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
             return self._add(name, " | ".join(self._tools.literal(option + end) for option in options))
+        steps = [("properties", key, keyword) for keyword in _TEXT_KEYWORDS if keyword in own]
+        field = self._tools.fields[self._tool]
+        self._tools.relaxed.extend(field + "".join(map(field_step, path)) for path in steps)
         self._lines.append(text_rule(name, end, self._tools))
         return name
 

@@ -295,7 +295,7 @@ def test_a_number_that_json_cannot_write_is_a_string(text: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
 def test_a_schema_of_wrong_types_breaks_nothing(name: str, of_calls: dict[str, Any]) -> None:
     tokenizer: Any = SimpleNamespace(added_tokens={}, added_pattern=re.compile("(?!)"))
-    assert FORMATS[name].rules(GrammarTools({"f": of_calls}, {"f": of_calls}, (), True, tokenizer))
+    assert FORMATS[name].rules(GrammarTools({"f": of_calls}, {"f": of_calls}, {"f": "f"}, [], True, tokenizer))
     assert types_of(of_calls, "a") == {"string"}
 
 
