@@ -102,7 +102,8 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRule
     else:
         schema = list_schema(forms, "parameters") | {"$defs": forms.definitions, "x-guidance": {"lenient": True}}
         grammar = Grammar("json_schema", json.dumps(schema))
-    return Constraint(grammar, answer.param, answer.relaxed + (tuple(forms.relaxed) if grammar is not None else ()))
+    relaxed = dict.fromkeys(forms.relaxed if grammar is not None else ())  # rules name some that the check has named
+    return Constraint(grammar, answer.param, (*answer.relaxed, *relaxed))
 
 
 async def _forms(tools: Sequence[FunctionDefinition], intent: ChatIntent, model: ServedModel) -> GrammarTools:

@@ -104,7 +104,7 @@ class _Arguments:
         own = self._properties.get(key)
         own = own if isinstance(own, Mapping) else {}
         target = referred(own, self._schema)
-        values = target if isinstance(target, Mapping) else own
+        values = {**target, **own} if isinstance(target, Mapping) else own
         options = values.get("enum", [values["const"]] if "const" in values else None)
         if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
             return self._add(name, " | ".join(self._tools.literal(option + end) for option in options))

@@ -27,20 +27,21 @@ WEATHER: Any = {
         "parameters": {
             "type": "object",
             "properties": {
-                "city": {"type": "string", "maxLength": 20},
+                "city": {"type": "string", "maxLength": 20, "pattern": "(?=B|K)."},
                 "days": {"type": "integer"},
                 "unit": {"$ref": "#/$defs/unit"},
+                "part": {"$ref": "#/$defs/text", "const": "Y"},
                 "tags": {"type": "array", "items": {"type": "string"}},
                 "exact": {"type": "boolean"},
             },
             "required": ["city", "unit"],
             "additionalProperties": False,
-            "$defs": {"unit": {"enum": ["C", "F"]}},
+            "$defs": {"unit": {"enum": ["C", "F"]}, "text": {"type": "string"}},
         },
     },
 }
 NOW: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
-ARGUMENTS = {"city": "Bonn <3", "days": 3, "unit": "F", "tags": ["a", "b"], "exact": True}
+ARGUMENTS = {"city": "Bonn <3", "days": 3, "unit": "F", "part": "Y", "tags": ["a", "b"], "exact": True}
 LESS = {"city": "K", "unit": "C"}
 JSON = json.dumps(ARGUMENTS)
 CALLS: Any = (("get_weather", ARGUMENTS), ("get_weather", LESS), ("now", {}))
@@ -85,7 +86,7 @@ def named(before: str, after: str, end: str, section: tuple[str, str] = ("", "")
 
 
 def python(opening: str, closing: str, between: str = ", ") -> str:
-    full = 'get_weather(city="Bonn <3", days=3, unit="F", tags=["a", "b"], exact=True)'
+    full = 'get_weather(city="Bonn <3", days=3, unit="F", part="Y", tags=["a", "b"], exact=True)'
     return opening + between.join((full, 'get_weather(city="K", unit="C")', "now()")) + closing
 
 
@@ -141,7 +142,8 @@ async def test_required_calls_come_in_the_familys_own_form(name: str, special: b
     async with gateway(worker) as target:
         status, headers, raw = await post(target.url, body)
         assert status == 200, raw
-        unheld = "tools[get_weather].function.parameters.properties.city.maxLength" if name in TAGGED else None
+        city = "tools[get_weather].function.parameters.properties.city"
+        unheld = f"{city}.pattern, {city}.maxLength" if name in TAGGED else f"{city}.pattern"
         assert headers.get("x-headstart-relaxed") == unheld
         _, _, stream = await post(target.url, {**body, "stream": True})
         await post(target.url, {**body, "tool_choice": named_choice("now")})
@@ -156,8 +158,8 @@ async def test_required_calls_come_in_the_familys_own_form(name: str, special: b
         for call in each["delta"].get("tool_calls", ())
     )
     assert streamed == "".join(call["arguments"] for call in calls)
-    await check_grammar(worker, worker.received[0], taken=text, refused='[{"name": "now", "parameters": {}}]')
-    await check_grammar(worker, worker.received[0], taken=text, refused=text.replace("F", "K"))
+    for refused in ('[{"name": "now", "parameters": {}}]', text.replace("F", "K"), text.replace("Y", "K")):
+        await check_grammar(worker, worker.received[0], taken=text, refused=refused)
     await check_grammar(worker, worker.received[2], taken="", refused=text)
 
 
@@ -199,12 +201,11 @@ async def test_an_unknown_format_passes_unharmed(caplog: pytest.LogCaptureFixtur
     worker = ScriptedWorker(bundle_of(tokenizer, chat_template=UNKNOWN), reply=ids)
     async with gateway(worker) as target:
         assert [record.getMessage() for record in caplog.records if "--tool-parser" in record.getMessage()]
-        models = await listed_models(target.url)
+        [card] = await listed_models(target.url)
         assert await contents(target.url, tools=[WEATHER]) == [STRANGE, STRANGE]
         assert await contents(target.url) == ["Hm. get_weather: Bonn "] * 2
         await post(target.url, chat(tools=[WEATHER], tool_choice="required"))
         await post(target.url, chat(tools=[WEATHER], tool_choice=named_choice("get_weather")))
-    [card] = models
     assert (card["tool_parser"], card["reasoning_parser"]) == ("unknown", None)
     kinds = [request.sampling.grammar and request.sampling.grammar.kind for request in worker.received]
     assert kinds == [None, None, None, None, "json_schema", "json_schema"]
@@ -247,9 +248,8 @@ async def test_the_options_name_formats() -> None:
     text = "[THINK]hm[/THINK]<tool_call>now</tool_call>"
     worker = ScriptedWorker(bundle_of(trained_tokenizer(), chat_template=UNKNOWN), reply=ids_of(text))
     async with gateway(worker, tool_parser="glm47", reasoning="mistral") as target:
-        models = await listed_models(target.url)
+        [card] = await listed_models(target.url)
         _, _, raw = await post(target.url, chat(tools=[NOW]))
-    [card] = models
     assert (card["tool_parser"], card["reasoning_parser"]) == ("glm47", "mistral")
     message = json.loads(raw)["choices"][0]["message"]
     assert (message["reasoning_content"], message["tool_calls"][0]["function"]["name"]) == ("hm", "now")
