@@ -31,8 +31,7 @@ DEFAULT_PREFILL_TOKENS_PER_S: Final = 2000.0
 TOO_SHORT: Final = "context too short"
 SLOW: Final = "slow to answer"
 BREAKER: Final = "breaker open"
-MIN_TOKENS_PER_S: Final = 1e-3
-"""The lowest prefill rate: forged reports in Redis could otherwise make sums of seconds infinite."""
+MIN_TOKENS_PER_S: Final = 1e-3  # forged reports in Redis could otherwise make sums of seconds infinite
 EQUAL_RATE: Final = 1.2
 """Equal workers measure rates up to this factor apart. In such a fleet all that are idle have the median rate."""
 SIMILAR_RATE: Final = 1.5
@@ -40,10 +39,8 @@ SIMILAR_RATE: Final = 1.5
 
 
 # Why prices are not constants: an eviction's weight of .1 or 1 is best at one price of copies, and loses at another.
-# Odds learned from ends of prompts, the age of a pool's tail, and no price were worse. `beta` by a worker's own last
-# minute won for agents, and lost .22 of the time of long answers in a full fleet (benchmarks/RESULTS.md).
 # Why crowded has no one unit, such as the work seconds that a newcomer delays or evicts: it delays nothing of recent
-# work and of answers that run. Without those terms documents take 1.43 x and long answers 1.16 to 1.74 x.
+# work and of answers that run. Without those terms long answers take 1.16 to 1.74 x (benchmarks/RESULTS.md).
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """The constants of the cost, and its closed formulas."""
@@ -60,6 +57,8 @@ class CostModel:
     decode_weight: float = 0.01
     """Each request that runs slows prefills by about this share, as long as it holds its blocks."""
     max_decode_s: float = 20.0  # the part of that time that counts: later requests go where fewer run
+    max_later_s: float = 3.0  # likewise of the time that all its turns hold blocks: long answers keep apart anyway
+    room_weight: float = 0.2  # later turns are larger: a conversation leaves a filling pool while it is small
     copy_weight: float = 0.04
     """A fetched block costs at least this share of computing it: a copy evicts blocks that other prompts reuse."""
 
@@ -85,6 +84,10 @@ class CostModel:
     def num_turns(self, return_share: float) -> float:
         """Return how often a conversation comes, this time and later, if a turn is followed by another likewise."""
         return 1.0 / max(self.least_end_share, 1.0 - return_share)
+
+    def later_s(self, mean_residency_s: float, num_turns: float) -> float:
+        """Return the part that counts of how much longer than this time a conversation holds blocks."""
+        return max(0.0, min(self.max_later_s, num_turns * mean_residency_s) - mean_residency_s)
 
     def eviction_s(self, usage: float, num_slots: float, refill_s: float, return_odds: float) -> float:
         """Return the work to get back what a request evicts from a pool with slots for `num_slots` such requests.
@@ -262,6 +265,8 @@ class DecisionContext(msgspec.Struct, frozen=True):
     """How often an evicted prompt comes back; 0.0 if unknown."""
     num_turns: float
     """How often a conversation comes, this time and later; 1.0 if unknown."""
+    later_s: float
+    """The part that counts of how much longer than this time it holds blocks."""
     now_s: float
 
 
@@ -331,7 +336,7 @@ def _view(
         kv_wait_s,
         eviction_s,
         least_eviction_s,
-        cost.decode_s(num_outstanding(estimate, candidate.load), context.mean_residency_s),
+        cost.decode_s(num_outstanding(estimate, candidate.load), context.mean_residency_s + context.later_s),
         estimate.assigned.at(now_s),
         estimate.report_age_s(now_s),
         0.0 if plan is None else cost.fetch_cost_s(plan, tokens_per_s),
@@ -378,25 +383,26 @@ def _pool_terms(
         return 0.0, 0.0, 0.0, 0.0
     num_blocks = -(-num_tokens // member.block_size)
     num_used = estimate.num_used_blocks(load)
-    usage = (num_used + num_blocks - num_live) / load.num_blocks
+    num_new = num_blocks - num_live
     num_slots = load.num_blocks / num_blocks if load.num_blocks > num_blocks > 0 else 1.0
     token_s = 1.0 / tokens_per_s
     if member.layout:
         token_s *= cost.refill_weight(tokens_per_s, load.fetch_tokens_per_s)
-
     refill_s = max(0, num_tokens - matched_tokens) * token_s
 
-    def evicted_and_wait_s(usage: float) -> tuple[float, float]:
+    def evicted_and_wait_s(num_used: int) -> tuple[float, float]:
+        usage = (num_used + num_new) / load.num_blocks
         wait_s = cost.kv_wait_s(usage, context.mean_residency_s, load.num_running)
         evicted_s = cost.eviction_s(usage, num_slots, refill_s, context.return_odds)
+        evicted_s += cost.room_weight * context.later_s * num_used / load.num_blocks
         return evicted_s + context.num_turns * wait_s, wait_s
 
-    eviction_s, wait_s = evicted_and_wait_s(usage)
+    eviction_s, wait_s = evicted_and_wait_s(num_used)
     least_s = eviction_s
     num_counted_twice = min(matched_tokens // member.block_size - num_live, num_used - estimate.num_live_blocks)
     if num_counted_twice > 0:
-        least_s, _ = evicted_and_wait_s(usage - num_counted_twice / load.num_blocks)
-    return usage, wait_s, eviction_s, least_s
+        least_s, _ = evicted_and_wait_s(num_used - num_counted_twice)
+    return (num_used + num_new) / load.num_blocks, wait_s, eviction_s, least_s
 
 
 def idle_best_matches(workers: Sequence[WorkerView], common_tokens: int | None = None) -> list[int]:

@@ -34,8 +34,7 @@ _HIT_RATE_WINDOW_S = 120.0  # half of it would follow single conversations; twic
 _MAX_CHANGES = 1024  # between two reports, a second apart at most
 _FORGET_S = 600.0
 """The estimate of an idle worker may be dropped after this time without a report."""
-_MIN_ESTIMATES = 64
-"""With fewer, none is dropped."""
+_MIN_ESTIMATES = 64  # with fewer, none is dropped
 _MAX_COMPARED = 128
 """At most this many queued requests are examined; the rest is extrapolated."""
 

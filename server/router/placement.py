@@ -29,8 +29,7 @@ from server.router.short_list import MAX_HOLDERS, SCORE_ALL, ShortList
 from server.router.types import RouteRequest
 from worker.wire import BlockSource
 
-MIN_RELEASED_BLOCKS: Final = 1e-3
-"""With fewer, after decay, the mean residency is unknown."""
+MIN_RELEASED_BLOCKS: Final = 1e-3  # with fewer, after decay, the mean residency is unknown
 MIN_ENDED: Final = 4
 """Before this many requests have ended, their residency refuses nothing: one long answer proves little."""
 
@@ -118,8 +117,7 @@ class Scorer:
         self.loads = LoadTracker(clock, self._cost.window_s)
         self._residency_s = DecayedRatio(self._cost.window_s)
         """How long recently ended requests held a block."""
-        self._num_ended = 0
-        """Requests in it."""
+        self._num_ended = 0  # requests in it
         self._return_share = DecayedRatio(self._cost.window_s)
         """The part of recent prompt tokens that some worker held already."""
         self._gateway_id = gateway_id
@@ -285,7 +283,8 @@ class Scorer:
         now_s = self._clock()
         residency_s = self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0
         share = self._return_share.at(now_s, 1.0) or 0.0
-        returns = self._cost.return_odds(share), self._cost.num_turns(share)
+        num_turns = self._cost.num_turns(share)
+        returns = self._cost.return_odds(share), num_turns, self._cost.later_s(residency_s, num_turns)
         owned = self._cost, self.loads, self._live, self._live.path(request.hashes)
         context = DecisionContext(request, broken, *owned, self._gateway_id, residency_s, *returns, now_s)
         return views(candidates, context)

@@ -308,7 +308,8 @@ def test_an_unknown_policy_is_refused() -> None:
         Fleets(policy="best")
 
 
-async def test_the_price_of_evictions_ignores_long_answers(three: Fleets) -> None:
+@pytest.mark.parametrize(("held_s", "room_s"), [(60.0, 0.0), (3.0, 0.0), (1.0, 0.2 * 0.5 * 2.0)])
+async def test_room_in_a_pool_has_a_price_after_short_turns(three: Fleets, held_s: float, room_s: float) -> None:
     """An eviction costs a prefill, however long requests hold their blocks."""
     hashes = chain(40)
     three.index.memory.publish(WorkerId("b"), hashes[:30])
@@ -322,10 +323,24 @@ async def test_the_price_of_evictions_ignores_long_answers(three: Fleets) -> Non
     placement = await three.place(hashes)
     before = await price()
     three.router.started(placement, 30 * BLOCK)
-    three.clock.now_s += 60.0
+    three.clock.now_s += held_s
     three.router.closed(placement)
     assert before > 0.0
-    assert await price() == pytest.approx(before)
+    assert await price() == pytest.approx(before + room_s)
+
+
+async def test_a_new_conversation_leaves_a_filling_pool(three: Fleets) -> None:
+    """All stayed with the system prompt, and computed long prompts again when the pool was full."""
+    system = chain(8)
+    for name, num_free, held in (("a", 100, []), ("b", 20, system), ("c", 100, [])):
+        load = WorkerLoad(prefill_tokens_per_s=RATE, num_free_blocks=num_free, num_blocks=100)
+        three.index.memory.publish(WorkerId(name), held, load=load)
+    for _ in range(3):
+        done = await three.place(system)
+        three.router.started(done, 7 * BLOCK)
+        three.clock.now_s += 1.0
+        three.router.closed(done)
+    assert (await three.place([*system, *chain(1)])).worker.worker_id != "b"
 
 
 async def test_a_holder_needs_room_for_its_free_blocks_too(three: Fleets) -> None:
