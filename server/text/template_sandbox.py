@@ -222,7 +222,7 @@ def _size_of_pattern(clock: RenderClock, pattern: str, *args: Any, **kwargs: Any
     return len(pattern) + (pattern.count("%") + pattern.count("{")) * clock.size_of([*args, kwargs])
 
 
-def _size_of_text(clock: RenderClock, text: Any, old: Any, new: Any, count: int | None = None) -> float:
+def _size_of_text(clock: RenderClock, text: Any, old: Any, new: Any, *_: Any, **__: Any) -> float:
     return len(str(text)) + str(text).count(str(old)) * len(str(new))
 
 
