@@ -34,22 +34,19 @@ STEP_S = 0.01
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
+def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
     topology = Topology(num_gateways=2, additions=Additions(step_s=STEP_S))
     with Cluster(tmp_path_factory.mktemp("clients"), model, topology) as running:
         yield running
 
 
-@pytest.fixture(autouse=True)
-def whole(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "cluster" in request.fixturenames:
-        cluster: Cluster = request.getfixturevalue("cluster")
-        for gateway in cluster.gateways:
-            if gateway.poll() is not None:
-                gateway.start()
-        cluster.wait_ready()
-        cluster.assert_quiet()
+@pytest.fixture
+def cluster(fleet: Cluster) -> Iterator[Cluster]:
+    yield fleet
+    if fleet.gateways[0].poll() is not None:
+        fleet.gateways[0].start()
+    fleet.wait_ready()
+    fleet.assert_quiet()
 
 
 def bodies(rng: random.Random, count: int, **options: Any) -> list[dict[str, Any]]:

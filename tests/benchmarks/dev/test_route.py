@@ -41,10 +41,12 @@ def replayed(runs: dict[str, tuple[list[str], list[str]]], *common: str) -> dict
         return dict(zip(planned, pool.map(execute, planned.values()), strict=True))
 
 
-def test_headstart_is_near_the_pooled_bound(outcomes: dict[str, Outcome]) -> None:
-    ours, bound = outcomes["one.headstart"], outcomes["one.pooled"]
-    assert ours.hit >= 0.93 * bound.hit
-    assert ours.ttft_mean_s <= 1.22 * bound.ttft_mean_s
+@pytest.mark.parametrize(("run", "hit", "ttft"), [("one", 0.93, 1.22), ("shared", 0.97, 1.10)])
+def test_headstart_is_near_the_pooled_bound(outcomes: dict[str, Outcome], run: str, hit: float, ttft: float) -> None:
+    """Where prefills share steps, it is close to one pooled cache."""
+    ours, bound = outcomes[f"{run}.headstart"], outcomes[f"{run}.pooled"]
+    assert ours.hit >= hit * bound.hit
+    assert ours.ttft_mean_s <= ttft * bound.ttft_mean_s
     assert ours.max_over_mean_busy <= 1.20
 
 
@@ -76,19 +78,6 @@ def test_four_gateways_lose_little(outcomes: dict[str, Outcome]) -> None:
 
 def test_an_index_a_second_late_loses_nothing(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["late.headstart"].ttft_mean_s <= 1.02 * outcomes["one.headstart"].ttft_mean_s
-
-
-def test_shared_steps_bring_headstart_near_the_bound(outcomes: dict[str, Outcome]) -> None:
-    """Where prefills share steps, hit rate and TTFT are close to those of one pooled cache."""
-    ours, bound = outcomes["shared.headstart"], outcomes["shared.pooled"]
-    assert ours.hit >= 0.97 * bound.hit
-    assert ours.ttft_mean_s <= 1.10 * bound.ttft_mean_s
-    assert ours.max_over_mean_busy <= 1.20
-
-
-def test_headstart_beats_the_others(outcomes: dict[str, Outcome]) -> None:
-    for rival in ("one.llm-d", "one.least_load"):
-        assert outcomes["one.headstart"].ttft_mean_s < outcomes[rival].ttft_mean_s
 
 
 def test_moving_blocks_nears_the_bound(outcomes: dict[str, Outcome]) -> None:
