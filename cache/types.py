@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Final, Literal, NewType, get_args
+
+from msgspec import Struct
 
 BlockId = NewType("BlockId", int)
 """Index of a physical block in the KV pool. Block 0 is the null block and is never handed out."""
@@ -36,8 +37,7 @@ HASH_BYTES: Final = 16  # with 128 bits, no two blocks have the same hash by cha
 INDEX_ENTRY_BYTES: Final = 8  # a hint may be wrong, so it needs no whole hash
 
 
-@dataclass(frozen=True, slots=True)
-class ChainLink:
+class ChainLink(Struct, frozen=True, gc=False):  # each cached block has one: less memory than a dataclass
     """A full block and its position in its chain."""
 
     block_hash: BlockHash
