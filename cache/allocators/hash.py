@@ -43,8 +43,8 @@ class HashAllocator(Allocator):
         self._cached: dict[BlockHash, BlockId] = {}
         self._copies: dict[BlockHash, list[BlockId]] = {}
         self._clock = 1
-        self._links: dict[BlockHash, ChainLink] = {}
-        """The position of every findable block in its chain."""
+        self._links: list[ChainLink | None] = [None] * num_blocks
+        """The positions of findable blocks in their chains, by id. Those of others are old."""
         self.num_losses = 0
         """Grows after blocks stop being findable and before they are reused.
 
@@ -53,7 +53,9 @@ class HashAllocator(Allocator):
 
     def link(self, block_hash: BlockHash) -> ChainLink | None:
         """Return the position of a findable block in its chain. Any thread may call it."""
-        return self._links.get(block_hash)
+        block_id = self._cached.get(block_hash)
+        link = None if block_id is None else self._links[block_id]
+        return link if link is not None and link.block_hash == block_hash else None  # it may have been evicted since
 
     def block_of(self, block_hash: BlockHash) -> BlockId | None:
         """Return a findable block. Any thread may call it (see `num_losses`)."""
@@ -66,20 +68,20 @@ class HashAllocator(Allocator):
 
     def recent_chains(self, max_blocks: int) -> list[list[ChainLink]]:
         """Return the chains that would be evicted last, the latest first, of `max_blocks` distinct blocks at most."""
-        links = self._links
         held = [self._hashes[block_id] for block_id, refs in enumerate(self._refs) if refs > 0]
         unheld = [self._hashes[block_id] for block_id in self._free]
-        inner = {link.parent for link in links.values()}
+        findable = map(self.link, self._cached)
+        inner = {link.parent for link in findable if link is not None}
         seen: set[BlockHash] = set()
         chains = []
         for block_hash in (*held, *reversed(unheld)):
             if block_hash is None or block_hash in inner or block_hash in seen:
                 continue
-            link: ChainLink | None = links[block_hash]
+            link = self.link(block_hash)
             chain: list[ChainLink] = []
             while link is not None:
                 chain.append(link)
-                link = links[link.parent] if link.depth else None
+                link = self.link(link.parent) if link.depth else None
             new = {link.block_hash for link in chain} - seen
             if len(seen) + len(new) <= max_blocks:  # a chain that is too long leaves the space to others
                 seen |= new
@@ -122,7 +124,7 @@ class HashAllocator(Allocator):
         assert len(findable) == sum(map(len, copies.values())), "a block is findable under two hashes"
         hashed = {BlockId(b): block_hash for b, block_hash in enumerate(self._hashes) if block_hash is not None}
         assert findable == hashed, "hashed and findable differ"
-        assert self._links.keys() == self._cached.keys(), "linked and findable differ"
+        assert None not in map(self.link, self._cached), "a findable block has no link"
 
     def _allocate(
         self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
@@ -191,10 +193,10 @@ class HashAllocator(Allocator):
                 continue
             assert self._refs[block_id] > 0, f"block {block_id} is stored but not held"
             own_hashes[block_id] = block_hash
+            self._links[block_id] = ChainLink(block_hash, hashes[depth - 1] if depth else root, depth)
             if block_hash in cached:
                 self._copies.setdefault(block_hash, []).append(block_id)
                 continue
-            self._links[block_hash] = ChainLink(block_hash, hashes[depth - 1] if depth else root, depth)
             cached[block_hash] = block_id
             stored.append(block_hash)
         self._note(Stored, stored)
@@ -214,7 +216,7 @@ class HashAllocator(Allocator):
             if block_hash in copies:
                 self._forget_copy(block_id, block_hash)
             else:
-                del cached[block_hash], self._links[block_hash]
+                del cached[block_hash]
                 removed.append(block_hash)
             self.num_losses += 1  # last: a thread that found the block before sees the change after its read
         self._note(Removed, removed)
@@ -231,7 +233,6 @@ class HashAllocator(Allocator):
         self._hashes = [None] * self.num_blocks
         self._cached = {}
         self._copies = {}
-        self._links = {}
         self.num_losses += 1
 
     def _cache_gauges(self) -> tuple[int, int]:
